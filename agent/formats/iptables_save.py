@@ -1,0 +1,254 @@
+"""The text of iptables-save, both dialects, to the rule model and back.
+
+What is not understood is kept: an option that nobody here knows, with any number of values, goes
+through unchanged. The text of a parsed rule is therefore the text that was read, which is what makes
+deleting a foreign rule by value possible.
+
+The only parts of a line that carry structure are `-A`, `-m`, `-j`, `-g`, `!` and the basic
+conditions; every other word starting with `-` begins an option and the words behind it are its
+values. That holds for all matches of iptables 1.8 because their save functions print
+`[!] --name value`; the one exception, an older `--name ! value`, is read as a value and kept.
+"""
+
+import re
+from collections.abc import Iterator
+
+from agent.model.ruleset import (
+    BASIC,
+    BUILTIN_CHAINS,
+    Chain,
+    Family,
+    Match,
+    Option,
+    Rule,
+    Ruleset,
+    Table,
+    Target,
+    sort_chains,
+)
+
+BASIC_OPTIONS = frozenset({"-s", "-d", "-i", "-o", "-p", "-f"})
+COUNTERS = re.compile(r"\[\d+:\d+\]")
+INCOMPATIBLE = re.compile(r"^# Table `(\S+)' is incompatible")
+
+# What iptables' own saver quotes: anything but these, or an empty word (xtables_save_string).
+PLAIN_WORD = re.compile(r"[A-Za-z0-9_.,:/+%@^=-]+")
+
+
+class SaveTextError(ValueError):
+    """The text is not what iptables-save prints; the message names the line."""
+
+
+def parse(text: str, family: Family) -> Ruleset:
+    """Return the ruleset in `text`. Counters and comment lines are dropped.
+
+    Raises: SaveTextError for a line that has no meaning, for rules outside a table or in a chain
+    that was not declared, and for a table that the tool could not print ("is incompatible").
+    """
+    tables: list[Table] = []
+    chains: dict[str, tuple[str | None, list[Rule]]] = {}
+    table: str | None = None
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.strip("\r ")
+        if found := INCOMPATIBLE.match(line):
+            raise SaveTextError(f"table {found[1]} holds rules that only nft can print")
+        if not line or line.startswith("#"):
+            continue
+        try:
+            if line.startswith("*"):
+                table, chains = line[1:].strip(), {}
+            elif table is None:
+                raise SaveTextError("outside a table")
+            elif line == "COMMIT":
+                made = [Chain(name, policy, tuple(body)) for name, (policy, body) in chains.items()]
+                tables.append(Table(table, sort_chains(table, made)))
+                table = None
+            elif line.startswith(":"):
+                name, policy = _declaration(line)
+                chains[name] = (policy, [])
+            else:
+                name, rule = parse_rule(line)
+                if name not in chains:
+                    raise SaveTextError(f"chain {name} is not declared")
+                chains[name][1].append(rule)
+        except SaveTextError as error:
+            raise SaveTextError(f"line {number}: {error}: {line[:200]!r}") from None
+    if table is not None:
+        raise SaveTextError(f"table {table} has no COMMIT: the text is cut short")
+    return Ruleset(family, tuple(sorted(tables, key=lambda t: t.name)))
+
+
+def _declaration(line: str) -> tuple[str, str | None]:
+    words = line[1:].split()
+    if len(words) < 2:
+        raise SaveTextError("a chain needs a name and a policy")
+    return words[0], None if words[1] == "-" else words[1]
+
+
+def parse_rule(line: str) -> tuple[str, Rule]:
+    """Return the chain and the rule of one `-A CHAIN ...` line, with or without counters.
+
+    Raises: SaveTextError.
+    """
+    words = list(_words(line))
+    if words and COUNTERS.fullmatch(words[0]):
+        words = words[1:]
+    if len(words) < 2 or words[0] not in ("-A", "--append"):
+        raise SaveTextError("not a rule")
+    reader = _RuleReader(words[2:])
+    return words[1], reader.read()
+
+
+class _RuleReader:
+    """Groups the words of a rule into matches and a target."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words = words
+        self._at = 0
+        self._matches: list[tuple[str, list[Option]]] = []
+        self._target: tuple[str, bool, list[Option]] | None = None
+
+    def read(self) -> Rule:
+        while self._at < len(self._words):
+            word = self._next()
+            negated = word == "!"
+            if negated:
+                word = self._next()
+            self._take(word, negated)
+        matches = tuple(Match(module, tuple(options)) for module, options in self._matches)
+        if self._target is None:
+            return Rule(matches)
+        name, goto, options = self._target
+        return Rule(matches, Target(name, tuple(options), goto))
+
+    def _take(self, word: str, negated: bool) -> None:
+        if word == "-m":
+            self._matches.append((self._next(), []))
+        elif word in ("-j", "-g"):
+            self._target = (self._next(), word == "-g", [])
+        elif word == "-c":  # counters in the middle of a rule, as iptables -S -v has them
+            self._next()
+            self._next()
+        elif word.startswith("-") and len(word) > 1:
+            self._option(word, negated)
+        else:
+            raise SaveTextError(f"{word!r} belongs to no option")
+
+    def _option(self, word: str, negated: bool) -> None:
+        option = Option(word, tuple(self._values()), negated)
+        if self._target is not None:
+            self._target[2].append(option)
+        elif word in BASIC_OPTIONS:
+            if not self._matches or self._matches[0][0] != BASIC:
+                self._matches.insert(0, (BASIC, []))
+            self._matches[0][1].append(option)
+        elif self._matches and self._matches[-1][0] != BASIC:
+            self._matches[-1][1].append(option)
+        else:
+            raise SaveTextError(f"option {word} belongs to no match")
+
+    def _next(self) -> str:
+        if self._at >= len(self._words):
+            raise SaveTextError("the rule ends too early")
+        self._at += 1
+        return self._words[self._at - 1]
+
+    def _values(self) -> Iterator[str]:
+        while self._at < len(self._words):
+            word = self._words[self._at]
+            follower = self._words[self._at + 1] if self._at + 1 < len(self._words) else ""
+            if word == "!" and follower.startswith("-"):
+                return
+            if word.startswith("-") and len(word) > 1 and not _negative_number(word):
+                return
+            self._at += 1
+            yield word.removeprefix(_QUOTED)
+
+
+def _negative_number(word: str) -> bool:
+    return word[1:].isdigit()
+
+
+# Marks a word that was quoted, so that a comment "-j" is not taken for the option.
+_QUOTED = "\0"
+
+
+def _words(line: str) -> Iterator[str]:
+    """Split as iptables-restore does: blanks separate, double quotes group, backslash escapes."""
+    at, end = 0, len(line)
+    while at < end:
+        if line[at] in " \t":
+            at += 1
+            continue
+        word, quoted = [], line[at] == '"'
+        in_quotes = False
+        while at < end and (in_quotes or line[at] not in " \t"):
+            if line[at] == "\\" and in_quotes and at + 1 < end:
+                word.append(line[at + 1])
+                at += 2
+                continue
+            if line[at] == '"':
+                in_quotes = not in_quotes
+            else:
+                word.append(line[at])
+            at += 1
+        if in_quotes:
+            raise SaveTextError("a quote is not closed")
+        text = "".join(word)
+        yield _QUOTED + text if quoted and (text.startswith("-") or text == "!") else text
+
+
+# --- rendering -----------------------------------------------------------------------------------
+
+
+def quote(word: str) -> str:
+    """Quote a word where iptables-save does."""
+    if PLAIN_WORD.fullmatch(word):
+        return word
+    escaped = re.sub(r"([\"'\\])", r"\\\1", word)
+    return f'"{escaped}"'
+
+
+def _option_words(option: Option) -> Iterator[str]:
+    if option.negated:
+        yield "!"
+    yield option.name
+    yield from (value if value == "!" else quote(value) for value in option.values)
+
+
+def render_spec(rule: Rule) -> str:
+    """Return the rule without its chain: what stands behind `-A CHAIN`."""
+    words: list[str] = []
+    for match in rule.matches:
+        if match.module != BASIC:
+            words += ("-m", match.module)
+        for option in match.options:
+            words += _option_words(option)
+    if rule.target is not None:
+        words += ("-g" if rule.target.goto else "-j", rule.target.name)
+        for option in rule.target.options:
+            words += _option_words(option)
+    return " ".join(words)
+
+
+def render_rule(chain: str, rule: Rule) -> str:
+    return f"-A {chain} {render_spec(rule)}".rstrip()
+
+
+def render(ruleset: Ruleset, *, builtin: bool = True) -> str:
+    """Return the ruleset as iptables-save text without comments.
+
+    Without `builtin` the built-in chains are not declared, so that loading the text with --noflush
+    leaves their policies and foreign rules alone.
+    """
+    lines = []
+    for table in ruleset.tables:
+        lines.append(f"*{table.name}")
+        names = BUILTIN_CHAINS.get(table.name, ())
+        for chain in table.chains:
+            if builtin or chain.name not in names:
+                lines.append(f":{chain.name} {chain.policy or '-'} [0:0]")
+        for chain in table.chains:
+            lines += (render_rule(chain.name, rule) for rule in chain.rules)
+        lines.append("COMMIT")
+    return "".join(f"{line}\n" for line in lines)
