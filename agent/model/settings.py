@@ -499,3 +499,22 @@ def _contradictions(settings: Settings) -> tuple[str, ...]:
             "would not be captured; turn IPv6 on (--enable-ipv6 true) or take it out"
         )
     return tuple(found)
+
+
+def dump(settings: Settings) -> dict[str, object]:
+    """Return the settings as plain values that `parse` turns back into the same settings."""
+    return {key: _plain(getattr(settings, key)) for key in KEYS}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (Selection, Networks)):
+        return "*" if value.everything else _plain(value.items)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Span):
+        return value.text("-")
+    if isinstance(value, (ipaddress.IPv4Network, ipaddress.IPv6Network)):
+        return network_text(value)
+    if isinstance(value, (ipaddress.IPv4Address, ipaddress.IPv6Address)):
+        return address_text(value)
+    return value

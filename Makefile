@@ -1,0 +1,95 @@
+# Every target sets up what it needs: Debian packages (as root), then .venv from the lock.
+# Calling one again costs nothing: the packages are only looked up, the rest hangs on stamps.
+
+PYTHON ?= $(firstword $(wildcard /usr/bin/python3.11 /usr/bin/python3) python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+# iptables, nft and ip are there, and not every shell looks there.
+export PATH := $(PATH):/usr/sbin:/sbin
+
+# The last row is what python-iptables, which is published as source only, needs to be built.
+PACKAGES := iptables nftables libnftables1 libxtables12 libip4tc2 libip6tc2 \
+	iproute2 conntrack procps util-linux ca-certificates git python3 python3-venv \
+	python3-dev gcc libc6-dev
+
+LOCKS := requirements-build.lock requirements.lock
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check fmt bench fuzz lock clean system
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+
+run: $(VENV)/installed ## show the agent at work on throwaway namespaces of this machine (root)
+	$(RUN) -m tests.e2e.demo
+
+test: check ## run the checks and all tests; without root the netns tests are skipped
+	$(RUN) -m pytest
+	@[ "$$(id -u)" = 0 ] || echo 'The netns tests were skipped: they need root (sudo make test).'
+
+check: $(VENV)/installed ## lint, look at the formatting and check the types
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+fmt: $(VENV)/installed ## format the code and mend what the linter can mend
+	$(RUN) -m ruff format
+	$(RUN) -m ruff check --fix
+
+bench: $(VENV)/installed ## measure how long things take on this machine (root)
+	$(RUN) -m tests.bench
+
+fuzz: $(VENV)/installed ## run the property tests with many more examples than usual
+	$(RUN) -m pytest --hypothesis-profile=fuzz --timeout=0 tests/fuzz
+
+clean: ## remove .venv and everything else that was generated
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Debian's packages, so only where dpkg is. Without root nothing is installed, and the unit tests
+# still run wherever .venv can be made.
+system:
+	@command -v dpkg-query >/dev/null || exit 0; \
+	missing=; for package in $(PACKAGES); do \
+		dpkg-query -W -f '$${db:Status-Status}' $$package 2>/dev/null | grep -qx installed \
+			|| missing="$$missing $$package"; \
+	done; \
+	[ -n "$$missing" ] || exit 0; \
+	if [ "$$(id -u)" != 0 ]; then \
+		echo "These packages are missing; root can install them: apt-get install$$missing"; \
+		exit 0; \
+	fi; \
+	export DEBIAN_FRONTEND=noninteractive; \
+	wait='-o DPkg::Lock::Timeout=300'; \
+	apt-get $$wait -q update </dev/null && \
+	apt-get $$wait -q install -y --no-install-recommends $$missing </dev/null
+
+# Made anew whenever a lock changes, so that nothing is in it that no lock names. setuptools and
+# wheel are there only while python-iptables is built: at run time the mere presence of setuptools
+# doubles the memory of whoever imports iptc, through the distutils that it puts in front.
+$(VENV)/locked: $(LOCKS) | system
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(RUN) -m pip install --quiet --require-hashes -r requirements-build.lock
+	$(RUN) -m pip install --quiet --require-hashes --no-build-isolation -r requirements.lock
+	$(RUN) -m pip uninstall --quiet --yes setuptools wheel
+	touch $@
+
+$(VENV)/installed: pyproject.toml $(VENV)/locked
+	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# Wheels for glibc 2.36 (Debian 12) may be chosen; the hashes are those of all files of a release,
+# so the locks serve x86_64 and aarch64 alike. Neither names an index: that is each user's affair.
+COMPILE := uv pip compile --quiet --upgrade --generate-hashes --no-header \
+	--no-emit-index-url --no-emit-find-links \
+	--python-version 3.11 --python-platform x86_64-manylinux_2_36
+
+lock: | system ## choose the newest versions anew and write both lock files
+	tools=$$(mktemp -d) && trap 'rm -rf "$$tools"' EXIT && \
+	$(PYTHON) -m venv "$$tools" && "$$tools/bin/python" -m pip install --quiet uv && \
+	"$$tools/bin"/$(COMPILE) --extra test pyproject.toml -o requirements.lock && \
+	printf '%s\n' 'hatchling>=1.27' 'setuptools>=77' wheel | "$$tools/bin"/$(COMPILE) \
+		--no-annotate -c requirements.lock - -o requirements-build.lock

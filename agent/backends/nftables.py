@@ -1,0 +1,44 @@
+"""nftables: the same rules in one `inet` table of our own, written as one transaction.
+
+Everything is replaced at once for both families, so no packet meets a half-made capture. No table
+but ours is ever touched.
+"""
+
+from agent.backends.protocol import Step
+from agent.backends.session import Session
+from agent.formats import nft_json, nft_text
+from agent.kernel import nft
+from agent.model.errors import StateUnreadable
+from agent.model.ruleset import Rulesets
+from agent.model.state import NFTABLES
+
+TABLE = "intercept-agent"
+
+
+class Nftables:
+    """The backend over the table `inet TABLE`; another table name gives it another set of rules."""
+
+    def __init__(self, name: str = NFTABLES, table: str = TABLE) -> None:
+        self.name = name
+        self.table = table
+
+    def missing(self) -> str | None:
+        return nft.missing()
+
+    def read(self, session: Session) -> Rulesets:
+        try:
+            found = nft_json.parse_table({"nftables": session.nft_ruleset()}, self.table)
+        except nft_json.NftJsonError as error:
+            raise StateUnreadable(f"table inet {self.table}: {error}") from error
+        return found or {}
+
+    def steps(self, session: Session, have: Rulesets, want: Rulesets) -> tuple[Step, ...]:
+        if have == want:
+            return ()
+        if not want:
+            script = nft_text.render_delete(self.table)
+            what = f"delete table inet {self.table}"
+        else:
+            script = nft_text.render_table(self.table, want)
+            what = f"load table inet {self.table} in one transaction"
+        return (Step(what, lambda: session.require_nft().run(script)),)

@@ -1,0 +1,92 @@
+"""One namespace while it is being worked on: its handle, its nf_tables door, the lock held on it."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from agent.kernel import locks
+from agent.kernel.netns import Netns
+from agent.kernel.nft import NftDoor, open_nft
+from agent.model.errors import EnvironmentLacks
+
+LEGACY_TABLES = {
+    4: Path("/proc/thread-self/net/ip_tables_names"),
+    6: Path("/proc/thread-self/net/ip6_tables_names"),
+}
+
+
+@dataclass
+class Session:
+    """Everything that backends share while they work in one namespace."""
+
+    netns: Netns
+    lock_fd: int | None = None
+    _objects: list[dict[str, Any]] | None = None
+
+    @cached_property
+    def nft(self) -> NftDoor | None:
+        """The door to nf_tables, or None where the node has neither libnftables nor nft."""
+        return open_nft(self.netns)
+
+    def require_nft(self) -> NftDoor:
+        if self.nft is None:
+            raise EnvironmentLacks(
+                "neither libnftables.so.1 nor nft is installed; install the package nftables"
+            )
+        return self.nft
+
+    def nft_ruleset(self) -> list[dict[str, Any]]:
+        """Return every object that nf_tables holds here, as libnftables' JSON has them.
+
+        The answer is kept until `forget` is called.
+        """
+        if self._objects is None:
+            self._objects = self.nft.list_ruleset() if self.nft else []
+        return self._objects
+
+    def forget(self) -> None:
+        """Say that something was written, so that the next look is a fresh one."""
+        self._objects = None
+
+    def legacy_tables(self) -> dict[int, tuple[str, ...]]:
+        """Return the legacy tables that exist, by IP version. Asking iptables would create them."""
+
+        def read() -> dict[int, tuple[str, ...]]:
+            found = {}
+            for version, path in LEGACY_TABLES.items():
+                with contextlib.suppress(OSError):
+                    found[version] = tuple(path.read_text().split())
+            return found
+
+        return self.netns.run(read)
+
+    def close(self) -> None:
+        if "nft" in self.__dict__ and self.nft is not None:
+            self.nft.close()
+
+
+@contextlib.contextmanager
+def reading(netns: Netns) -> Iterator[Session]:
+    """Work in a namespace without changing it."""
+    session = Session(netns)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+@contextlib.contextmanager
+def writing(netns: Netns) -> Iterator[Session]:
+    """Work in a namespace under its lock.
+
+    Raises: EnvironmentLacks if another run holds the lock for too long.
+    """
+    with locks.namespace_lock(netns.id) as lock_fd:
+        session = Session(netns, lock_fd)
+        try:
+            yield session
+        finally:
+            session.close()

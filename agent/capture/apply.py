@@ -1,0 +1,132 @@
+"""Makes a namespace captured as its settings say, or not captured at all."""
+
+import time
+from dataclasses import dataclass, field
+
+from agent.backends import registry
+from agent.backends.protocol import Backend
+from agent.backends.session import writing
+from agent.capture import record, transition
+from agent.capture.observe import observe
+from agent.capture.transition import BeforeStep, no_hook
+from agent.kernel.netns import Netns
+from agent.model.errors import StateUnreadable
+from agent.model.plan import plan
+from agent.model.settings import Settings, dump
+from agent.model.state import NFTABLES, NamespaceState
+from agent.model.wanted import Known, before_of, captured, captures, uncaptured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run did. `changed` tells whether anything was written to the kernel."""
+
+    backend: str | None
+    changed: bool
+    rules: int
+    duration_ms: float
+    warnings: tuple[str, ...] = ()
+    steps: tuple[str, ...] = field(default=())
+
+
+def apply(
+    netns: Netns,
+    settings: Settings,
+    *,
+    backend: str = "auto",
+    dry_run: bool = False,
+    before_step: BeforeStep = no_hook,
+) -> Result:
+    """Make the namespace so: all of it, in every family and table, or nothing.
+
+    Whatever captured it before (another version, other flags, another backend, istio-init, half of
+    any of these) is replaced. What is already so is not written again.
+
+    Raises: RolledBack, RollbackFailed, StateUnreadable, EnvironmentLacks.
+    """
+    started = time.monotonic()
+    wanted = plan(settings)
+    with writing(netns) as session:
+        have = observe(session)
+        chosen = registry.choose(backend, have)
+        _refuse_unreadable(have, chosen)
+        known, found = _known(netns, have)
+        want = captured(have, wanted, chosen.name, known)
+        todo = tuple(step.what for step in transition.steps(session, have, want))
+        if not dry_run:
+            _remember(netns, settings, chosen, known, have, found)
+            transition.run(session, have, want, before_step=before_step)
+    return Result(
+        backend=chosen.name,
+        changed=bool(todo),
+        rules=wanted.rule_count(),
+        duration_ms=round((time.monotonic() - started) * 1000, 3),
+        warnings=(*settings.warnings(), *_surroundings(have, chosen.name)),
+        steps=todo,
+    )
+
+
+def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_hook) -> Result:
+    """Take out everything that a capture can have put into the namespace, whoever did.
+
+    Raises: as `apply`.
+    """
+    started = time.monotonic()
+    with writing(netns) as session:
+        have = observe(session)
+        known, _ = _known(netns, have)
+        want = uncaptured(have, known)
+        todo = tuple(step.what for step in transition.steps(session, have, want))
+        if not dry_run:
+            transition.run(session, have, want, before_step=before_step)
+            record.drop(netns)
+    removed = sum(r.rule_count() for parts in captures(have).values() for r in parts.values())
+    backends = tuple(captures(have))
+    return Result(
+        backend=backends[0] if backends else None,
+        changed=bool(todo),
+        rules=removed,
+        duration_ms=round((time.monotonic() - started) * 1000, 3),
+        warnings=have.unreadable,
+        steps=todo,
+    )
+
+
+def _refuse_unreadable(have: NamespaceState, chosen: Backend) -> None:
+    for reason in have.unreadable:
+        if reason.startswith(f"{chosen.name}:"):
+            raise StateUnreadable(f"{reason}; nothing was written. Use --backend {NFTABLES}")
+
+
+def _known(netns: Netns, have: NamespaceState) -> tuple[Known, record.Record | None]:
+    """Return what is known of the capture that stands here; a record without its rules is stale."""
+    found = record.load(netns)
+    if found is None or not captures(have):
+        return Known(), None
+    return found.known(), found
+
+
+def _remember(
+    netns: Netns,
+    settings: Settings,
+    chosen: Backend,
+    known: Known,
+    have: NamespaceState,
+    found: record.Record | None,
+) -> None:
+    """Write the record first: a run that is killed half way leaves at least the knowledge."""
+    before = known.before or before_of(have)
+    wanted = record.Record(dump(settings), chosen.name, before)
+    if wanted != found:
+        record.save(netns, wanted)
+
+
+def _surroundings(have: NamespaceState, backend: str) -> tuple[str, ...]:
+    """Return sentences about what else in the namespace bears on the capture."""
+    found = list(have.unreadable)
+    for name, rulesets in captures(have).items():
+        if name != backend:
+            count = sum(ruleset.rule_count() for ruleset in rulesets.values())
+            found.append(f"{count} rules of a capture in {name} were replaced by {backend}")
+    return tuple(found)
+

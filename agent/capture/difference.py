@@ -1,0 +1,105 @@
+"""What separates the state of a namespace from the wanted one, rule by rule and in order. Pure."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from agent.formats.iptables_save import render_rule
+from agent.model import owned
+from agent.model.ruleset import Chain, Family, Rule, Ruleset
+from agent.model.state import NamespaceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One difference: `+` is missing, `-` is too much, `~` is there but out of place.
+
+    `family`, `table` and `chain` are empty for routes.
+    """
+
+    sign: str
+    backend: str
+    family: str = ""
+    table: str = ""
+    chain: str = ""
+    text: str
+    note: str = ""
+
+    def line(self) -> str:
+        where = " ".join(part for part in (self.backend, self.family, self.table) if part)
+        note = f"    ({self.note})" if self.note else ""
+        return f"{self.sign} {where}: {self.text}{note}"
+
+
+def differences(have: NamespaceState, want: NamespaceState) -> tuple[Difference, ...]:
+    """Return what has to be added, removed or moved to turn `have` into `want`."""
+    found: list[Difference] = []
+    for backend in dict.fromkeys((*want.loaded, *have.loaded)):
+        for family in Family:
+            before = have.of(backend).get(family, Ruleset(family))
+            after = want.of(backend).get(family, Ruleset(family))
+            found += _rulesets(backend, before, after)
+    missing, surplus = Counter(want.routes), Counter(have.routes)
+    for sign, routes in (("+", missing - surplus), ("-", surplus - missing)):
+        note = "one copy too many" if sign == "-" else ""
+        for route in sorted(routes.elements(), key=str):
+            text = route.command()
+            known = route in want.routes
+            found.append(
+                Difference(sign=sign, backend="routing", text=text, note=note if known else "")
+            )
+    return tuple(found)
+
+
+def _rulesets(backend: str, have: Ruleset, want: Ruleset) -> Iterator[Difference]:
+    for name in sorted({t.name for t in have.tables} | {t.name for t in want.tables}):
+        loaded, wanted = have.table(name), want.table(name)
+        place = {"backend": backend, "family": have.family.value, "table": name}
+        chains = (*(wanted.chains if wanted else ()), *(loaded.chains if loaded else ()))
+        for chain in dict.fromkeys(c.name for c in chains):
+            before = loaded.chain(chain) if loaded else None
+            after = wanted.chain(chain) if wanted else None
+            yield from _chains(place, before, after, chain)
+
+
+def _chains(
+    place: dict[str, str], have: Chain | None, want: Chain | None, name: str
+) -> Iterator[Difference]:
+    loaded = have.rules if have else ()
+    wanted = want.rules if want else ()
+    if owned.is_capture_chain(name) and not wanted and not loaded and (have is None) != (want is None):
+        sign = "+" if have is None else "-"
+        yield Difference(**place, chain=name, sign=sign, text=f"chain {name}")
+    blocks = SequenceMatcher(None, loaded, wanted, autojunk=False).get_matching_blocks()
+    same_a = {b.a + i for b in blocks for i in range(b.size)}
+    same_b = {b.b + i for b in blocks for i in range(b.size)}
+    extra = [(i, r) for i, r in enumerate(loaded) if i not in same_a]
+    missing = [(i, r) for i, r in enumerate(wanted) if i not in same_b]
+    moved = Counter(r for _, r in extra) & Counter(r for _, r in missing)
+    pending = moved.copy()
+    for _, rule in missing:
+        if pending[rule] > 0:
+            pending[rule] -= 1
+            note = _shadow(loaded, rule)
+            yield Difference(**place, chain=name, sign="~", text=_text(name, rule), note=note)
+        else:
+            yield Difference(**place, chain=name, sign="+", text=_text(name, rule))
+    pending = moved.copy()
+    for _, rule in extra:
+        if pending[rule] > 0:
+            pending[rule] -= 1
+        else:
+            yield Difference(**place, chain=name, sign="-", text=_text(name, rule))
+
+
+def _text(chain: str, rule: Rule) -> str:
+    return render_rule(chain, rule)
+
+
+def _shadow(loaded: tuple[Rule, ...], rule: Rule) -> str:
+    """Say what stands before a rule that should be further up."""
+    at = loaded.index(rule)
+    if at == 0:
+        return "should stand further down"
+    return f"rule {at + 1} of the chain; runs after: {render_rule('', loaded[at - 1])[4:]}"

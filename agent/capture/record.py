@@ -1,0 +1,122 @@
+"""What must be remembered of a capture while it stands: its settings, and what was there before.
+
+One file a namespace, named after its cookie, which the kernel gives to no other until reboot. A lost
+record does no harm: rules are then recognised by name and shape alone.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.kernel.netns import Netns
+from agent.model.errors import EnvironmentLacks, InvalidSettings
+from agent.model.plan import LocalRoute, LoopbackAddress, PolicyRule, Route, plan
+from agent.model.ruleset import Family
+from agent.model.settings import parse
+from agent.model.wanted import Before, Known
+
+VERSION = 1
+
+
+def state_dir() -> Path:
+    return Path(os.environ.get("INTERCEPT_STATE_DIR") or "/run/intercept-agent/state")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A capture that stands: the settings as given, the backend, and what was there before it."""
+
+    settings: Mapping[str, object]
+    backend: str
+    before: Before
+
+    def known(self) -> Known:
+        """Return what the planner can use; settings that no longer parse are worth nothing."""
+        try:
+            return Known(plan(parse(self.settings)), self.before)
+        except InvalidSettings:
+            return Known(before=self.before)
+
+
+def load(netns: Netns) -> Record | None:
+    """Return the record of a namespace; one that is missing or damaged is none."""
+    path = _path(netns)
+    if path is None:
+        return None
+    try:
+        return _decode(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def save(netns: Netns, record: Record) -> None:
+    """Write the record atomically.
+
+    Raises: EnvironmentLacks if it cannot be written.
+    """
+    path = _path(netns)
+    if path is None:
+        return
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        draft.write_text(json.dumps(_encode(record), indent=1))
+        draft.rename(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise EnvironmentLacks(f"cannot write the state file {path}: {error.strerror}") from error
+
+
+def drop(netns: Netns) -> None:
+    path = _path(netns)
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _path(netns: Netns) -> Path | None:
+    cookie = netns.cookie()
+    return None if cookie is None else state_dir() / f"netns-{cookie}.json"
+
+
+def _encode(record: Record) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "settings": dict(record.settings),
+        "backend": record.backend,
+        "before": {
+            "shells": sorted([family, table, chain] for family, table, chain in record.before.shells),
+            "routes": [_encode_route(route) for route in record.before.routes],
+        },
+    }
+
+
+def _decode(document: Any) -> Record:
+    if document["version"] != VERSION:
+        raise ValueError("a record of another version")
+    before = document["before"]
+    shells = frozenset((Family(f), str(t), str(c)) for f, t, c in before["shells"])
+    routes = tuple(_decode_route(route) for route in before["routes"])
+    return Record(dict(document["settings"]), str(document["backend"]), Before(shells, routes))
+
+
+def _encode_route(route: Route) -> list[object]:
+    if isinstance(route, PolicyRule):
+        return ["rule", route.family, route.mark, route.table]
+    if isinstance(route, LocalRoute):
+        return ["route", route.family, route.table]
+    return ["address", route.family, route.network]
+
+
+def _decode_route(words: Any) -> Route:
+    kind, family = words[0], Family(words[1])
+    if kind == "rule":
+        return PolicyRule(family, int(words[2]), int(words[3]))
+    if kind == "route":
+        return LocalRoute(family, int(words[2]))
+    return LoopbackAddress(family, str(words[2]))

@@ -1,0 +1,66 @@
+"""The command `intercept-agent`: finds the command, runs it, turns errors into words and codes."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from agent.cli import output
+from agent.model.errors import AgentError
+
+COMMANDS = {
+    "plan": "print what would be programmed",
+    "apply": "capture a namespace",
+    "check": "tell whether a namespace is captured as it should be",
+    "remove": "take a capture out of a namespace",
+    "trace": "walk one packet through the loaded rules",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="intercept-agent",
+        description="Steers the traffic of mesh pods into their sidecar proxy, and proves it.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"agent.cli.{name}_command")
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=module.__doc__,
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_options(sub)
+        sub.add_argument("-v", "--verbose", action="store_true", help="say more on stderr")
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, 1, 2, 3 or 4 as the contract has them."""
+    arguments = _parser().parse_args(words)
+    try:
+        return int(arguments.run(arguments))
+    except AgentError as error:
+        return output.fail(error)
+    except BrokenPipeError:
+        # Whoever read our output has gone; that is no failure of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The options that describe a capture, under the names that istio-iptables has for them."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.formats import documents, pod
+from agent.model.errors import InvalidSettings
+from agent.model.settings import KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: its key, its flags and the environment names, the last of which wins."""
+
+    key: str
+    flags: tuple[str, ...]
+    environment: tuple[str, ...]
+    help: str
+    switch: bool = False
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("proxy_port", ("-p", "--envoy-port"), (), "port that outbound TCP is sent to (15001)"),
+    Setting(
+        "inbound_capture_port",
+        ("-z", "--inbound-capture-port"),
+        ("INBOUND_CAPTURE_PORT",),
+        "port that inbound TCP is sent to (15006)",
+    ),
+    Setting(
+        "inbound_tunnel_port",
+        ("-e", "--inbound-tunnel-port"),
+        ("INBOUND_TUNNEL_PORT",),
+        "port of inbound tunnels, never captured (15008)",
+    ),
+    Setting(
+        "proxy_uid",
+        ("-u", "--proxy-uid"),
+        ("PROXY_UID",),
+        "users whose traffic is not captured (istio-proxy, else 1337)",
+    ),
+    Setting(
+        "proxy_gid",
+        ("-g", "--proxy-gid"),
+        ("PROXY_GID",),
+        "groups whose traffic is not captured (as --proxy-uid)",
+    ),
+    Setting(
+        "inbound_interception_mode",
+        ("-m", "--istio-inbound-interception-mode"),
+        ("ISTIO_INBOUND_INTERCEPTION_MODE",),
+        "REDIRECT or TPROXY (REDIRECT)",
+    ),
+    Setting(
+        "inbound_ports_include",
+        ("-b", "--istio-inbound-ports"),
+        ("ISTIO_INBOUND_PORTS",),
+        "inbound ports to capture: a list, ranges too, or '*' (none)",
+    ),
+    Setting(
+        "inbound_ports_exclude",
+        ("-d", "--istio-local-exclude-ports"),
+        ("ISTIO_LOCAL_EXCLUDE_PORTS",),
+        "inbound ports left alone when -b is '*'",
+    ),
+    Setting(
+        "outbound_ip_ranges_include",
+        ("-i", "--istio-service-cidr"),
+        ("ISTIO_SERVICE_CIDR",),
+        "outbound networks to capture: a list or '*' (none)",
+    ),
+    Setting(
+        "outbound_ip_ranges_exclude",
+        ("-x", "--istio-service-exclude-cidr"),
+        ("ISTIO_SERVICE_EXCLUDE_CIDR",),
+        "outbound networks left alone",
+    ),
+    Setting(
+        "outbound_ports_include",
+        ("-q", "--istio-outbound-ports"),
+        ("ISTIO_OUTBOUND_PORTS",),
+        "outbound ports to capture whatever the address",
+    ),
+    Setting(
+        "outbound_ports_exclude",
+        ("-o", "--istio-local-outbound-ports-exclude"),
+        ("ISTIO_LOCAL_OUTBOUND_PORTS_EXCLUDE",),
+        "outbound ports left alone",
+    ),
+    Setting(
+        "exclude_interfaces",
+        ("-c", "--istio-exclude-interfaces"),
+        ("ISTIO_EXCLUDE_INTERFACES",),
+        "interfaces left alone",
+    ),
+    Setting(
+        "reroute_virtual_interfaces",
+        ("-k", "--kube-virt-interfaces"),
+        ("KUBE_VIRT_INTERFACES",),
+        "interfaces whose inbound traffic is handled as outbound",
+    ),
+    Setting(
+        "inbound_tproxy_mark",
+        ("-t", "--istio-inbound-tproxy-mark"),
+        ("ISTIO_INBOUND_TPROXY_MARK",),
+        "packet mark of TPROXY (1337)",
+    ),
+    Setting(
+        "inbound_tproxy_route_table",
+        ("-r", "--istio-inbound-tproxy-route-table"),
+        ("ISTIO_INBOUND_TPROXY_ROUTE_TABLE",),
+        "route table of TPROXY (133)",
+    ),
+    Setting(
+        "redirect_dns",
+        ("--redirect-dns",),
+        ("REDIRECT_DNS", "ISTIO_META_DNS_CAPTURE"),
+        "send DNS queries to port 15053",
+        switch=True,
+    ),
+    Setting(
+        "capture_all_dns",
+        ("--capture-all-dns",),
+        ("CAPTURE_ALL_DNS",),
+        "those to any server, not only the pod's own",
+        switch=True,
+    ),
+    Setting(
+        "drop_invalid",
+        ("--drop-invalid",),
+        ("DROP_INVALID", "INVALID_DROP"),
+        "drop packets that conntrack calls invalid",
+        switch=True,
+    ),
+    Setting(
+        "dual_stack",
+        ("--dual-stack",),
+        ("DUAL_STACK", "ISTIO_DUAL_STACK"),
+        "accepted; IPv6 is found out by --enable-ipv6 auto",
+        switch=True,
+    ),
+    Setting(
+        "owner_groups_include",
+        ("--owner-groups-include",),
+        ("ISTIO_OUTBOUND_OWNER_GROUPS",),
+        "groups whose outbound traffic is captured: a list or '*' (*)",
+    ),
+    Setting(
+        "owner_groups_exclude",
+        ("--owner-groups-exclude",),
+        ("ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE",),
+        "groups whose outbound traffic is left alone",
+    ),
+    Setting(
+        "host_ipv4_loopback_cidr",
+        ("--host-ipv4-loopback-cidr",),
+        ("ISTIO_OUTBOUND_IPV4_LOOPBACK_CIDR",),
+        "IPv4 loopback network that is never captured (127.0.0.1/32)",
+    ),
+    Setting(
+        "enable_ipv6",
+        ("--enable-ipv6",),
+        (),
+        "auto, true or false (auto: wherever the namespace has IPv6 or may get it)",
+    ),
+    Setting(
+        "dns_servers",
+        ("--dns-servers",),
+        (),
+        "name servers to capture, comma separated (those of the pod's resolv.conf)",
+    ),
+)
+
+# Options of istio-iptables that say what this agent always does; an init container passes them.
+IGNORED_SWITCHES = ("--reconcile", "--force-apply", "--cni-mode", "--log_as_json")
+IGNORED_VALUES = ("--log_output_level", "--log_target", "--network-namespace")
+
+
+def add_capture_options(parser: argparse.ArgumentParser) -> None:
+    """Add everything that describes a capture."""
+    group = parser.add_argument_group(
+        "capture",
+        "Without any of these the whole pod is captured: all inbound ports but 15020, 15021 and "
+        "15090, and all outbound TCP. With any, the defaults are those of istio-iptables, which "
+        "captures only what it is told to.",
+    )
+    for setting in SETTINGS:
+        extra: dict[str, Any] = {"dest": setting.key, "default": None}
+        if setting.switch:
+            extra |= {"nargs": "?", "const": "true", "metavar": "BOOL"}
+        else:
+            extra["metavar"] = setting.key.upper()
+        group.add_argument(*setting.flags, help=_help(setting), **extra)
+    group.add_argument("--settings", metavar="FILE", help="YAML file with settings by key")
+    group.add_argument("--pod-manifest", metavar="FILE", help="settings from a pod's annotations")
+    group.add_argument("--mode", choices=("sidecar", "ambient"), default="sidecar")
+    group.add_argument("--gate", choices=("closed", "open", "listener"), default="closed")
+    for name in IGNORED_SWITCHES:
+        parser.add_argument(name, nargs="?", const="true", help=argparse.SUPPRESS)
+    for name in IGNORED_VALUES:
+        parser.add_argument(name, help=argparse.SUPPRESS)
+
+
+def _help(setting: Setting) -> str:
+    text = setting.help.replace("%", "%%")
+    return f"{text} [env {', '.join(setting.environment)}]" if setting.environment else text
+
+
+def raw_settings(
+    arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
+) -> dict[str, object]:
+    """Return the settings as given; whoever gives none gets a pod that is captured both ways.
+
+    Raises: InvalidSettings for a file that cannot be used or a mode that this version lacks.
+    """
+    given = given_settings(arguments, environment)
+    return dict(pod.DEFAULTS) if given is None else given
+
+
+def given_settings(
+    arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
+) -> dict[str, object] | None:
+    """Return the settings as given, or None where nothing was said at all.
+
+    Environment comes first, then files, then flags, the later one winning.
+
+    Raises: as `raw_settings`.
+    """
+    environment = os.environ if environment is None else environment
+    _refuse_unsupported(arguments)
+    given: dict[str, object] = {}
+    for setting in SETTINGS:
+        for name in setting.environment:
+            if name in environment:
+                given[setting.key] = environment[name]
+    if arguments.pod_manifest:
+        given |= documents.pod_settings(arguments.pod_manifest)
+    if arguments.settings:
+        given |= _known_keys(documents.load_mapping(arguments.settings), arguments.settings)
+    for setting in SETTINGS:
+        value = getattr(arguments, setting.key)
+        if value is not None:
+            given[setting.key] = value
+    said = bool(given) or bool(arguments.settings)
+    if "ENVOY_USER" in environment:
+        given["envoy_user"] = environment["ENVOY_USER"]
+    return given if said else None
+
+
+def _refuse_unsupported(arguments: argparse.Namespace) -> None:
+    problems = []
+    if arguments.mode != "sidecar":
+        problems.append("mode: this version captures sidecar pods only")
+    if arguments.gate != "closed":
+        problems.append(f"gate: {arguments.gate!r} needs a running agent; here it is closed")
+    if problems:
+        raise InvalidSettings(tuple(problems))
+
+
+def _known_keys(found: Mapping[str, object], path: str) -> Mapping[str, object]:
+    known = {*KEYS, "dns_servers"}
+    problems = [
+        f"{path}: {key}: no such setting{documents.nearest(key, known)}"
+        for key in found
+        if key not in known
+    ]
+    if problems:
+        raise InvalidSettings(tuple(problems))
+    return found
+

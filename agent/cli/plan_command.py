@@ -1,0 +1,85 @@
+"""Print what would be programmed. Needs no privileges; with --netns, the difference to what is loaded."""
+
+import argparse
+from dataclasses import asdict
+
+from agent.capture.check import check
+from agent.capture.inputs import settings_for
+from agent.cli import output
+from agent.cli.apply_command import add_backend_option
+from agent.cli.check_command import to_json
+from agent.cli.options import add_capture_options, raw_settings
+from agent.cli.target import add_netns_option, opened
+from agent.formats import iptables_save, nft_text
+from agent.model.plan import CapturePlan, plan
+from agent.model.settings import Settings, dump
+
+EXAMPLES = """examples:
+  intercept-agent plan -i '*' -b '*' --format restore
+  intercept-agent plan --pod-manifest web.yaml --format nft
+  intercept-agent plan --netns web -i 10.0.0.0/8       + would be added, - removed, ~ moved
+"""
+TABLE = "intercept-agent"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_netns_option(parser, required=False)
+    add_backend_option(parser)
+    parser.add_argument("--format", choices=("restore", "nft"), default="restore")
+    parser.add_argument("--output", choices=("table", "json"), default="table")
+    add_capture_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    raw = raw_settings(arguments)
+    settings = settings_for(raw, None)
+    if arguments.netns:
+        return _difference(arguments, raw)
+    output.warn(settings.warnings())
+    wanted = plan(settings)
+    if arguments.output == "json":
+        output.print_json(plan_json(settings, wanted))
+    elif arguments.format == "nft":
+        print(nft_text.render_table(TABLE, wanted.rulesets), end="")
+        _print_routes(wanted)
+    else:
+        print(restore_text(wanted), end="")
+    return 0
+
+
+def restore_text(wanted: CapturePlan) -> str:
+    """Return the plan as iptables-restore text by family, and the `ip` commands that go with it."""
+    parts = []
+    for family, ruleset in wanted.rulesets.items():
+        parts.append(f"# {family}\n{iptables_save.render(ruleset, builtin=False)}")
+    if wanted.routes:
+        commands = "".join(f"{route.command()}\n" for route in wanted.routes)
+        parts.append(f"# routes\n{commands}")
+    return "".join(parts)
+
+
+def _print_routes(wanted: CapturePlan) -> None:
+    for route in wanted.routes:
+        print(f"# routes: {route.command()}")
+
+
+def plan_json(settings: Settings, wanted: CapturePlan) -> dict[str, object]:
+    return {
+        "settings": dump(settings),
+        "rulesets": {family.value: asdict(r) for family, r in wanted.rulesets.items()},
+        "routes": [route.command() for route in wanted.routes],
+        "warnings": list(settings.warnings()),
+    }
+
+
+def _difference(arguments: argparse.Namespace, raw: dict[str, object]) -> int:
+    with opened(arguments.netns) as target:
+        settings = settings_for(raw, target)
+        report = check(target.netns, settings, backend=arguments.backend)
+        if arguments.output == "json":
+            output.print_json(to_json(target, report))
+        else:
+            output.warn(report.warnings)
+            for difference in report.differences:
+                print(difference.line())
+    return 1 if report.differences else 0

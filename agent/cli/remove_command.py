@@ -1,0 +1,26 @@
+"""Take out everything a capture can have put into a namespace, and nothing else."""
+
+import argparse
+
+from agent.capture.apply import remove
+from agent.cli.apply_command import report
+from agent.cli.target import add_netns_option, opened
+
+EXAMPLES = """examples:
+  intercept-agent remove --netns web
+  intercept-agent remove --netns web --dry-run         show the writes, make none
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_netns_option(parser)
+    parser.add_argument("--host", action="store_true", help="allow the node's own namespace")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="write nothing")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with opened(arguments.netns, allow_node=arguments.host) as target:
+        done = remove(target.netns, dry_run=arguments.dry_run)
+    report(target, done, arguments, done_word="capture removed", already="nothing to remove")
+    return 0

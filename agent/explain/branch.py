@@ -1,0 +1,127 @@
+"""Where a packet is on its way through the hooks, and in which order the kernel calls tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from agent.model.packet import Packet, Step
+from agent.model.ruleset import Chain, Rule, Ruleset
+
+CONNTRACK = "conntrack"
+
+# The tables of each hook by priority; conntrack comes between raw and mangle.
+HOOKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "PREROUTING": ("raw", CONNTRACK, "mangle", "nat"),
+        "INPUT": ("mangle", "filter", "security", "nat"),
+        "FORWARD": ("mangle", "filter", "security"),
+        "OUTPUT": ("raw", CONNTRACK, "mangle", "nat", "filter", "security"),
+        "POSTROUTING": ("mangle", "nat"),
+    }
+)
+# Where nat changes the destination; at the other two of its hooks it changes the source.
+DESTINATION_HOOKS = frozenset({"PREROUTING", "OUTPUT"})
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One loaded set of rules. The kernel calls layers in the order in which they are given.
+
+    That order is the reverse of the order in which they were first programmed (kernel fact 11).
+    """
+
+    backend: str
+    ruleset: Ruleset
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One table of one layer at one hook, or conntrack (then there are no chains)."""
+
+    table: str
+    backend: str = ""
+    chains: Mapping[str, Chain] = field(default_factory=dict)
+
+
+def visits(layers: Sequence[Layer]) -> dict[str, tuple[Visit, ...]]:
+    """Return for each hook what a packet visits there, in order."""
+    found: dict[str, list[Visit]] = {hook: [] for hook in HOOKS}
+    tables = {
+        (index, table.name): Visit(table.name, layer.backend, {c.name: c for c in table.chains})
+        for index, layer in enumerate(layers)
+        for table in layer.ruleset.tables
+    }
+    for hook, names in HOOKS.items():
+        for name in names:
+            if name == CONNTRACK:
+                found[hook].append(Visit(CONNTRACK))
+            at_hook = (tables.get((index, name)) for index in range(len(layers)))
+            found[hook] += (visit for visit in at_hook if visit and hook in visit.chains)
+    return {hook: tuple(order) for hook, order in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A jump that was taken, and by that a chain that is open."""
+
+    chain: str
+    step: Step
+    rule: Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where a RETURN leads: a chain, the index of its next rule, and how it had been reached."""
+
+    chain: str
+    index: int
+    path: tuple[Entry, ...]
+
+
+@dataclass(slots=True)
+class Branch:
+    """A packet on its way, and what has been done to it. Copies share nothing that changes."""
+
+    number: int
+    packet: Packet
+    hook: str
+    route: str  # the interface by which it will leave; rules at OUTPUT keep seeing the first one
+    visit: int = -1
+    entered_with: Packet | None = None  # the packet as it entered the table
+    chain: str = ""  # empty between two tables
+    index: int = 0
+    callers: tuple[Frame, ...] = ()
+    path: tuple[Entry, ...] = ()
+    assumed: str = ""  # why the next rule is taken to match
+    redirected: bool = False
+    exempt: bool = False
+    tproxy_port: int | None = None
+    destination_bound: bool = False
+    source_bound: bool = False
+    decided_by: Step | None = None
+
+    def enter(self, chain: str) -> None:
+        """Begin a table at its built-in chain."""
+        self.chain, self.index, self.callers, self.path = chain, 0, (), ()
+        self.entered_with = self.packet
+
+    def call(self, entry: Entry, *, goto: bool) -> None:
+        """Go to another chain; a goto leaves no way back into the present one."""
+        if not goto:
+            self.callers = (*self.callers, Frame(self.chain, self.index, self.path))
+        self.chain, self.index, self.path = entry.chain, 0, (*self.path, entry)
+
+    def back(self) -> bool:
+        """Return to the caller of the last jump; False if there is none."""
+        if not self.callers:
+            return False
+        frame, self.callers = self.callers[-1], self.callers[:-1]
+        self.chain, self.index, self.path = frame.chain, frame.index, frame.path
+        return True
+
+    def place(self) -> tuple[object, ...]:
+        """Return all that what follows depends on: two branches with equal places end alike."""
+        callers = tuple((frame.chain, frame.index) for frame in self.callers)
+        here = (self.hook, self.visit, self.chain, self.index, callers, self.assumed)
+        nat = (self.redirected, self.exempt, self.destination_bound, self.source_bound)
+        return (self.packet, self.route, self.tproxy_port, self.entered_with, here, nat)

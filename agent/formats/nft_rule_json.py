@@ -1,0 +1,404 @@
+"""The expressions of one rule in libnftables' JSON, back into conditions and a target.
+
+Every pattern here is exact: an expression with one more key than expected is not understood, and
+what is not understood is kept as a match of the module "nft" that holds the JSON.
+"""
+
+import ipaddress
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from agent.formats.nft_shape import ALL_BITS, CT_STATES, PROTOCOLS, model_place
+from agent.model.ruleset import BASIC, Family, Match, Option, Target, match, target
+from agent.model.settings import address_text, network_text
+
+ALL_STATES = sum(CT_STATES.values())
+# Names as iptables-save has them, by number and by every spelling of nft.
+PROTOCOL_NAMES: Mapping[object, str] = {
+    **{number: name for name, number in PROTOCOLS.items()},
+    **{name: name for name in PROTOCOLS},
+    "icmpv6": "ipv6-icmp",
+}
+FAMILY_SPELLINGS = {Family.IPV4: ("ipv4", 2), Family.IPV6: ("ipv6", 10)}
+
+
+def foreign(option: str, value: object) -> Match:
+    """Return the match that stands for something which is not as `nft_text` writes it."""
+    return match("nft", option, json.dumps(value, sort_keys=True, separators=(",", ":")))
+
+
+def conditions(
+    family: Family, expressions: Sequence[object]
+) -> tuple[tuple[Match, ...], list[object]]:
+    """Return the conditions at the start of a rule, and the expressions behind them."""
+    found = _Matches()
+    for at, expression in enumerate(expressions):
+        if not isinstance(expression, dict) or set(expression) != {"match"}:
+            return found.all(), list(expressions[at:])
+        found.add(_condition(family, expression["match"]), expression)
+    return found.all(), []
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _number(value: object, limit: int = ALL_BITS) -> int | None:
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,10}", value):
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if 0 <= value <= limit else None
+
+
+def _span(value: object, separator: str, limit: int) -> str | None:
+    """Return a number or `{"range": [first, last]}` as iptables-save writes it."""
+    if isinstance(value, dict):
+        bounds = value.get("range")
+        if set(value) != {"range"} or not isinstance(bounds, list) or len(bounds) != 2:
+            return None
+        first, last = _number(bounds[0], limit), _number(bounds[1], limit)
+        return None if first is None or last is None else f"{first}{separator}{last}"
+    number = _number(value, limit)
+    return None if number is None else str(number)
+
+
+def _port(value: object) -> str | None:
+    return _span(value, ":", 65535)
+
+
+def _id(value: object) -> str | None:
+    return _span(value, "-", ALL_BITS)
+
+
+def _elements(value: object) -> list[object] | None:
+    """Return the elements of an anonymous set, which newer versions may wrap one by one."""
+    if not isinstance(value, dict) or set(value) != {"set"}:
+        return None
+    inner = value["set"]
+    return inner if isinstance(inner, list) else [inner]
+
+
+def _port_list(value: object) -> str | None:
+    ports = [_port(element) for element in _elements(value) or ()]
+    return None if None in ports or not ports else ",".join(port for port in ports if port)
+
+
+def _network(family: Family, value: object) -> str | None:
+    length: object = 32 if family is Family.IPV4 else 128
+    if isinstance(value, dict):
+        inner = value.get("prefix")
+        if set(value) != {"prefix"} or not isinstance(inner, dict) or len(inner) != 2:
+            return None
+        value, length = inner.get("addr"), inner.get("len")
+    if not isinstance(value, str) or _number(length) is None:
+        return None
+    try:
+        network = ipaddress.ip_network(f"{value}/{length}")
+    except ValueError:
+        return None
+    return network_text(network) if network.version == family.version else None
+
+
+def _interface(value: object) -> str | None:
+    """Return the name, with the wildcard of nft (`*`) as that of iptables (`+`), if it is the last.
+
+    A name that holds such a character itself is nothing that we write.
+    """
+    if not isinstance(value, str) or not re.fullmatch(r"[^*+\\\\]+\*?", value):
+        return None
+    return f"{value[:-1]}+" if value.endswith("*") else value
+
+
+def _protocol(value: object) -> str | None:
+    number = _number(value, 255)
+    if number is not None:
+        return PROTOCOL_NAMES.get(number, str(number))
+    return PROTOCOL_NAMES.get(value) if isinstance(value, str) else None
+
+
+def _states(value: object) -> str | None:
+    """Return connection states: one, a list, a set, or a disjunction of names or numbers."""
+    bits = 0
+    for item in _alternatives(value):
+        named = CT_STATES.get(item.upper()) if isinstance(item, str) else None
+        bit = named or _number(item, ALL_STATES)
+        if not bit or bit & ~ALL_STATES:
+            return None
+        bits |= bit
+    return ",".join(state for state, bit in CT_STATES.items() if bits & bit) or None
+
+
+def _alternatives(value: object) -> list[object]:
+    if isinstance(value, list):
+        return value
+    if isinstance(value, dict) and set(value) == {"|"} and isinstance(value["|"], list):
+        return [leaf for item in value["|"] for leaf in _alternatives(item)]
+    elements = _elements(value)
+    return [value] if elements is None else elements
+
+
+# --- conditions ----------------------------------------------------------------------------------
+
+Atom = tuple[str, Option]
+"""A match module and one option of it."""
+
+# A condition that is always true where it stands.
+NOTHING: Atom = (BASIC, Option(""))
+
+_SIMPLE: Mapping[str, tuple[str, str, Callable[[object], str | None]]] = {
+    "meta iifname": (BASIC, "-i", _interface),
+    "meta oifname": (BASIC, "-o", _interface),
+    "meta l4proto": (BASIC, "-p", _protocol),
+    "tcp sport": ("tcp", "--sport", _port),
+    "tcp dport": ("tcp", "--dport", _port),
+    "udp sport": ("udp", "--sport", _port),
+    "udp dport": ("udp", "--dport", _port),
+    "meta skuid": ("owner", "--uid-owner", _id),
+    "meta skgid": ("owner", "--gid-owner", _id),
+}
+_MARKS = {"meta mark": "mark", "ct mark": "connmark"}
+
+
+def _field(value: object) -> str:
+    """Return `meta mark`, `ct state`, `ip saddr` and the like; nothing for all else."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return ""
+    match next(iter(value.items())):
+        case ("payload", {"protocol": str(protocol), "field": str(name)} as inner):
+            return f"{protocol} {name}" if len(inner) == 2 else ""
+        case ("meta" | "ct" as kind, {"key": str(name)} as inner):
+            return f"{kind} {name}" if len(inner) == 1 else ""
+    return ""
+
+
+def _condition(family: Family, body: object) -> Atom | None:
+    """Return what one match expression means, None if it is not understood."""
+    if not isinstance(body, dict) or set(body) != {"op", "left", "right"}:
+        return None
+    left, right, operator = body["left"], body["right"], body["op"]
+    name = _field(left)
+    if name == "ct state":
+        return _state_atom(operator, right)
+    if operator not in ("==", "!="):
+        return None
+    negated = operator == "!="
+    if name == "meta nfproto":
+        own = not isinstance(right, bool) and right in FAMILY_SPELLINGS[family]
+        return NOTHING if own and not negated else None
+    if name in _MARKS or (isinstance(left, dict) and set(left) == {"&"}):
+        return _mark_atom(left, right, negated)
+    addresses = {"ip": Family.IPV4, "ip6": Family.IPV6}
+    protocol, _, key = name.partition(" ")
+    if addresses.get(protocol) is family and key in ("saddr", "daddr"):
+        return _atom(BASIC, f"-{key[0]}", _network(family, right), negated)
+    if name in _SIMPLE:
+        return _simple_atom(name, right, negated)
+    return None
+
+
+def _atom(module: str, option: str, value: str | None, negated: bool) -> Atom | None:
+    return None if value is None else (module, Option(option, (value,), negated))
+
+
+def _simple_atom(name: str, right: object, negated: bool) -> Atom | None:
+    module, option, read = _SIMPLE[name]
+    if module in ("tcp", "udp") and _elements(right) is not None:
+        # The protocol travels with the module until `_Matches` has seen to it.
+        return _atom(f"multiport/{module}", f"{option}s", _port_list(right), negated)
+    return _atom(module, option, read(right), negated)
+
+
+def _state_atom(operator: object, right: object) -> Atom | None:
+    states = _states(right)
+    if operator == "in":
+        return _atom("conntrack", "--ctstate", states, False)
+    # These compare the whole; one of several states is then what only a set can mean.
+    if operator not in ("==", "!=") or (states and "," in states and _elements(right) is None):
+        return None
+    return _atom("conntrack", "--ctstate", states, operator == "!=")
+
+
+def _mark_atom(left: object, right: object, negated: bool) -> Atom | None:
+    mask: int | None = ALL_BITS
+    if isinstance(left, dict) and "&" in left:
+        operands = left["&"]
+        if not isinstance(operands, list) or len(operands) != 2:
+            return None
+        left, mask = operands[0], _number(operands[1])
+    module, value = _MARKS.get(_field(left)), _number(right)
+    if module is None or value is None or mask is None:
+        return None
+    text = f"{value:#x}" if mask == ALL_BITS else f"{value:#x}/{mask:#x}"
+    return _atom(module, "--mark", text, negated)
+
+
+class _Matches:
+    """Groups single conditions into matches as iptables-save does."""
+
+    def __init__(self) -> None:
+        self._basic: list[Option] = []
+        self._matches: list[Match] = []
+
+    def all(self) -> tuple[Match, ...]:
+        basic = (Match(BASIC, tuple(self._basic)),) if self._basic else ()
+        return (*basic, *self._matches)
+
+    def add(self, atom: Atom | None, expression: object) -> None:
+        if atom is None:
+            self._matches.append(foreign("--expr", expression))
+        elif atom[0] == BASIC:
+            if atom != NOTHING:
+                self._basic.append(atom[1])
+        else:
+            module, _, protocol = atom[0].partition("/")
+            if module in ("tcp", "udp") or protocol:
+                self._imply(protocol or module)
+            self._append(module, atom[1])
+
+    def _imply(self, protocol: str) -> None:
+        """nft leaves `meta l4proto tcp` out where a port of tcp says it already."""
+        if not any(option.name == "-p" for option in self._basic):
+            self._basic.append(Option("-p", (protocol,)))
+
+    def _append(self, module: str, option: Option) -> None:
+        last = self._matches[-1] if self._matches else None
+        if last is not None and (joined := _join(last, module, option)) is not None:
+            self._matches[-1] = joined
+        else:
+            self._matches.append(Match(module, (option,)))
+
+
+# Two options of one module in the order in which iptables-save prints them.
+_PAIRS = (("--sport", "--dport"), ("--uid-owner", "--gid-owner"))
+
+
+def _join(last: Match, module: str, option: Option) -> Match | None:
+    """Return the match that holds `last` and one more option, None if they stay apart."""
+    before = last.options[-1]
+    if last.module == module and (before.name, option.name) in _PAIRS:
+        return Match(module, (*last.options, option))
+    if module not in ("tcp", "udp") or not (option.negated and before.negated):
+        return None
+    # Negated ports of one field in a row are how nft_text writes a negated list.
+    listed = last.module == "multiport" and before.name == f"{option.name}s"
+    if listed or last == Match(module, (Option(option.name, before.values, True),)):
+        ports = f"{before.values[0]},{option.values[0]}"
+        return Match("multiport", (Option(f"{option.name}s", (ports,), True),))
+    return None
+
+
+# --- targets -------------------------------------------------------------------------------------
+
+
+def target_of(family: Family, table: str, expressions: Sequence[object]) -> Target | None:
+    """Return the target that the expressions behind the conditions make, None if none of ours."""
+    parts = [next(iter(e.items())) for e in expressions if isinstance(e, dict) and len(e) == 1]
+    if len(parts) != len(expressions):
+        return None
+    match parts:
+        case [("tproxy", dict() as proxy), ("mangle", mangle), ("accept", None)]:
+            return _tproxy(family, proxy, mangle)
+        case [("mangle", mangle)]:
+            return _mangle(mangle)
+        case [("redirect", {"port": port} as options)] if len(options) == 1:
+            ports = _span(port, "-", 65535)
+            return target("REDIRECT", to_ports=ports) if ports else None
+        case [("accept" | "drop" | "return" | "redirect" as verdict, None)]:
+            return Target(verdict.upper())
+        case [("notrack", None)]:
+            return Target("CT", (Option("--notrack"),))
+        case [("jump" | "goto" as verb, {"target": str(name)} as options)] if len(options) == 1:
+            return _jump(family, table, name, goto=verb == "goto")
+    return None
+
+
+def _jump(family: Family, table: str, name: str, *, goto: bool) -> Target | None:
+    """A jump into another family's or table's chain is none of ours."""
+    place = model_place(name)
+    if place is None or place[:2] != (family, table):
+        return None
+    return Target("/".join(part for part in place[2:] if part), goto=goto)
+
+
+def _linear(value: object) -> tuple[str, int, int] | None:
+    """Return (source, keep, flip) for an expression that means `(source & keep) ^ flip`.
+
+    nft prints what it was given in other operations than it was given them, so only the function
+    counts. A constant has no source and keeps nothing.
+    """
+    constant = _number(value)
+    if constant is not None:
+        return "", 0, constant
+    if name := _field(value):
+        return name, ALL_BITS, 0
+    if not isinstance(value, dict) or len(value) != 1:
+        return None
+    ((operator, operands),) = value.items()
+    if not isinstance(operands, list) or not operands:
+        return None
+    function = _linear(operands[0])
+    for operand in operands[1:]:
+        number = _number(operand)
+        if function is None or number is None:
+            return None
+        function = _apply(function, operator, number)
+    return function
+
+
+def _apply(
+    function: tuple[str, int, int], operator: object, number: int
+) -> tuple[str, int, int] | None:
+    source, keep, flip = function
+    if operator == "&":
+        return source, keep & number, flip & number
+    if operator == "|":
+        return source, keep & ~number, flip | number
+    return (source, keep, flip ^ number) if operator == "^" else None
+
+
+def _set_bits(name: str, function: tuple[str, int, int], own: str) -> Target | None:
+    source, keep, flip = function
+    if source not in ("", own):
+        return None
+    return target(name, set_xmark=f"{flip:#x}/{ALL_BITS & ~keep:#x}")
+
+
+def _mangle(body: object) -> Target | None:
+    if not isinstance(body, dict) or set(body) != {"key", "value"}:
+        return None
+    key, function = _field(body["key"]), _linear(body["value"])
+    if function is None:
+        return None
+    source, keep, flip = function
+    if key == "ct zone" and not source and flip <= 65535:
+        return target("CT", zone=str(flip))
+    if key == "meta mark" and source == "ct mark" and not flip:
+        return _connmark("--restore-mark", ALL_BITS, keep)
+    if key == "ct mark" and source == "meta mark" and not flip:
+        return _connmark("--save-mark", keep, ALL_BITS)
+    if key in _MARKS:
+        return _set_bits("MARK" if key == "meta mark" else "CONNMARK", function, key)
+    return None
+
+
+def _connmark(action: str, packet: int, connection: int) -> Target:
+    masks = (Option("--nfmask", (f"{packet:#x}",)), Option("--ctmask", (f"{connection:#x}",)))
+    return Target("CONNMARK", (Option(action), *masks))
+
+
+def _tproxy(family: Family, proxy: Mapping[str, object], mangle: object) -> Target | None:
+    """TPROXY is three statements; without an address the kernel takes the interface's."""
+    marking = _mangle(mangle)
+    own, unset = ("ip", "0.0.0.0") if family is Family.IPV4 else ("ip6", "::")
+    port, address = _number(proxy.get("port"), 65535), proxy.get("addr", unset)
+    if set(proxy) - {"family", "port", "addr"} or proxy.get("family") != own or port is None:
+        return None
+    if marking is None or marking.name != "MARK" or not isinstance(address, str):
+        return None
+    try:
+        shown = address_text(ipaddress.ip_address(address))
+    except ValueError:
+        return None
+    mark = marking.options[0].values[0]
+    return target("TPROXY", on_port=str(port), on_ip=shown, tproxy_mark=mark)

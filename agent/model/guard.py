@@ -1,0 +1,47 @@
+"""The guard that stands while a capture is exchanged: new connections are dropped, both ways.
+
+It needs no exemptions, since a first packet that is dropped is sent again within a second and the
+guard stands for milliseconds. Established connections pass, so nothing that runs is cut.
+"""
+
+from agent.model.owned import merge
+from agent.model.ruleset import (
+    Family,
+    Rule,
+    Ruleset,
+    Rulesets,
+    Target,
+    match,
+    ruleset_of,
+)
+from agent.model.state import NamespaceState
+
+# Known to `owned` by its prefix, so a guard that was left behind goes with the next change.
+CHAIN = "ISTIO_GUARD"
+
+_DROP_NEW = Rule((match("conntrack", "--ctstate", "NEW"),), Target("DROP"))
+_JUMP = Rule((), Target(CHAIN))
+
+
+def rulesets(families: tuple[Family, ...]) -> Rulesets:
+    """Return the guard for these families."""
+    hooks = {"INPUT": [_JUMP], "OUTPUT": [_JUMP], CHAIN: [_DROP_NEW]}
+    return {family: ruleset_of(family, {"filter": hooks}) for family in families}
+
+
+def families(state: NamespaceState) -> tuple[Family, ...]:
+    """Return the families in which anything is loaded; others are left alone."""
+    loaded = {family for found in state.loaded.values() for family in found}
+    return tuple(family for family in Family if family in loaded)
+
+
+def merged(loaded: Rulesets, wanted: tuple[Family, ...]) -> Rulesets:
+    """Return what is loaded with the guard ahead of it in the filter table."""
+    guard = rulesets(wanted)
+    return {
+        family: merge(loaded.get(family, Ruleset(family)), guard[family])
+        if family in guard
+        else loaded[family]
+        for family in Family
+        if family in guard or family in loaded
+    }

@@ -1,0 +1,235 @@
+"""Which of the loaded rules belong to a capture, whoever loaded them, and what is left without.
+
+Chains named ISTIO_* and every rule that jumps to one are a capture's. Besides, versions of Istio put
+rules straight into built-in chains, where no name tells (kernel fact 12): those are known by their
+shape, or exactly, where it is known which settings were applied here.
+
+Nothing here reads or writes; a foreign rule is never changed, moved or dropped.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from agent.model import numbers
+from agent.model.ruleset import (
+    BASIC,
+    BUILTIN_CHAINS,
+    Chain,
+    Option,
+    Rule,
+    Ruleset,
+    Table,
+)
+
+CHAIN_PREFIX = "ISTIO_"
+
+TPROXY_MARKS = frozenset({numbers.TPROXY_MARK, numbers.TPROXY_SELF_MARK})
+DNS_ZONES = frozenset({numbers.ZONE_PROXY_TO_UPSTREAM, numbers.ZONE_CLIENT_TO_PROXY})
+
+
+def is_capture_chain(name: str) -> bool:
+    return name.startswith(CHAIN_PREFIX)
+
+
+def foreign(loaded: Ruleset, known: Ruleset | None = None) -> Ruleset:
+    """Return what is left of `loaded` without any capture.
+
+    `known` is a capture that is known to have been loaded: rules of its built-in chains that no
+    shape gives away are taken out too, each once, the topmost first.
+    """
+    marks = TPROXY_MARKS | diverted_marks(loaded)
+    present = _has_capture_chain(loaded)
+    tables = []
+    for table in loaded.tables:
+        chains = []
+        for chain in table.chains:
+            if is_capture_chain(chain.name):
+                continue
+            expected = known.chain(table.name, chain.name) if known else None
+            owned = _owned(table.name, chain, marks, present, expected)
+            kept = tuple(r for i, r in enumerate(chain.rules) if i not in owned)
+            chains.append(replace(chain, rules=kept))
+        tables.append(Table(table.name, tuple(chains)))
+    return Ruleset(loaded.family, tuple(tables))
+
+
+def capture_of(loaded: Ruleset, known: Ruleset | None = None) -> Ruleset:
+    """Return only what belongs to a capture: the counterpart of `foreign`."""
+    marks = TPROXY_MARKS | diverted_marks(loaded)
+    present = _has_capture_chain(loaded)
+    tables = []
+    for table in loaded.tables:
+        chains = []
+        for chain in table.chains:
+            if is_capture_chain(chain.name):
+                chains.append(chain)
+                continue
+            expected = known.chain(table.name, chain.name) if known else None
+            owned = _owned(table.name, chain, marks, present, expected)
+            if owned:
+                rules = tuple(r for i, r in enumerate(chain.rules) if i in owned)
+                chains.append(replace(chain, rules=rules))
+        if chains:
+            tables.append(Table(table.name, tuple(chains)))
+    return Ruleset(loaded.family, tuple(tables))
+
+
+def merge(others: Ruleset, capture: Ruleset) -> Ruleset:
+    """Return `others` with the capture in it, its rules ahead of all others in built-in chains.
+
+    Ahead, because a rule that runs before the capture can take traffic past the proxy.
+    """
+    merged = others
+    for table in capture.tables:
+        known = others.table(table.name)
+        chains = {c.name: c for c in (known.chains if known else ())}
+        for chain in table.chains:
+            before = chains.get(chain.name)
+            policy = before.policy if before else chain.policy
+            behind = before.rules if before else ()
+            chains[chain.name] = Chain(chain.name, policy, chain.rules + behind)
+        merged = merged.with_chains(table.name, chains.values())
+    return merged
+
+
+def _has_capture_chain(loaded: Ruleset) -> bool:
+    return any(is_capture_chain(c.name) for table in loaded.tables for c in table.chains)
+
+
+def diverted_marks(loaded: Ruleset) -> frozenset[int]:
+    """Return the marks that the loaded TPROXY rules set, whatever setting they came from."""
+    found = set()
+    chain = loaded.chain("mangle", "ISTIO_DIVERT")
+    for rule in chain.rules if chain else ():
+        for option in rule.target.options if rule.target else ():
+            if option.name == "--set-xmark" and (mark := _mark(option)) is not None:
+                found.add(mark)
+    return frozenset(found)
+
+
+def _owned(
+    table: str, chain: Chain, marks: frozenset[int], present: bool, expected: Chain | None
+) -> frozenset[int]:
+    """Return the indexes of the rules in a chain that belong to a capture."""
+    owned = {i for i, rule in enumerate(chain.rules) if _named(rule)}
+    if chain.name not in BUILTIN_CHAINS.get(table, ()):
+        return frozenset(owned)
+    owned |= {i for i, rule in enumerate(chain.rules) if _shaped(table, rule, marks, present)}
+    if present:
+        owned |= _interface_returns(table, chain, owned)
+    wanted = Counter(expected.rules if expected else ())
+    wanted -= Counter(chain.rules[i] for i in owned)
+    for index, rule in enumerate(chain.rules):
+        if index not in owned and wanted[rule] > 0:
+            wanted[rule] -= 1
+            owned.add(index)
+    return frozenset(owned)
+
+
+def _named(rule: Rule) -> bool:
+    return rule.target is not None and is_capture_chain(rule.target.name)
+
+
+def _interface_returns(table: str, chain: Chain, owned: set[int]) -> set[int]:
+    """Return the bare `-i X -j RETURN` (`-o X` in OUTPUT) that stand directly above owned rules.
+
+    Istio writes them first, or inserts them at the top. In nat PREROUTING, where they may be all
+    that a capture left, a chain of nothing else counts too.
+    """
+    if table not in ("nat", "mangle") or chain.name not in ("PREROUTING", "OUTPUT"):
+        return set()
+    option = "-i" if chain.name == "PREROUTING" else "-o"
+    bare = {i for i, rule in enumerate(chain.rules) if _only_interface(rule, option)}
+    if chain.rules and len(bare) == len(chain.rules) and (table, option) == ("nat", "-i"):
+        return bare
+    found: set[int] = set()
+    for index in reversed(range(len(chain.rules))):
+        below = index + 1
+        if index in bare and (below in owned or below in found):
+            found.add(index)
+    return found
+
+
+def _only_interface(rule: Rule, option: str) -> bool:
+    if rule.target is None or rule.target.name != "RETURN" or len(rule.matches) != 1:
+        return False
+    options = rule.matches[0].options
+    return len(options) == 1 and options[0].name == option and not options[0].negated
+
+
+def _shaped(table: str, rule: Rule, marks: frozenset[int], present: bool) -> bool:
+    if rule.target is None:
+        return False
+    if table == "mangle":
+        return _tproxy_shaped(rule, marks)
+    if table == "raw":
+        return present and _zone_shaped(rule)
+    if table == "nat":
+        return _dns_redirect_shaped(rule) or (present and _dns_exemption_shaped(rule))
+    return False
+
+
+def _tproxy_shaped(rule: Rule, marks: frozenset[int]) -> bool:
+    """Tell the rules that Istio's TPROXY mode puts straight into mangle PREROUTING and OUTPUT."""
+    name = rule.target.name if rule.target else ""
+    if not _is_protocol(rule, "tcp"):
+        return False
+    matched = [_mark(o) for m in ("mark", "connmark") for o in rule.options(m)]
+    if name in ("CONNMARK", "RETURN"):
+        return any(mark in marks for mark in matched)
+    if name == "MARK" and rule.target:
+        return any(_mark(o) == numbers.TPROXY_SELF_MARK for o in rule.target.options)
+    return False
+
+
+def _zone_shaped(rule: Rule) -> bool:
+    """Tell the conntrack-zone rules for DNS that older versions put straight into raw."""
+    if rule.target is None or rule.target.name != "CT" or not _is_protocol(rule, "udp"):
+        return False
+    zones = [o.values for o in rule.target.options if o.name == "--zone"]
+    return any(_number(v) in DNS_ZONES for v in zones) and _is_dns_port(rule, "udp")
+
+
+def _dns_redirect_shaped(rule: Rule) -> bool:
+    if rule.target is None or rule.target.name != "REDIRECT":
+        return False
+    ports = [o.values for o in rule.target.options if o.name in ("--to-ports", "--to-port")]
+    return (str(numbers.DNS_PROXY_PORT),) in ports and any(
+        _is_protocol(rule, p) and _is_dns_port(rule, p) for p in ("tcp", "udp")
+    )
+
+
+def _dns_exemption_shaped(rule: Rule) -> bool:
+    if rule.target is None or rule.target.name != "RETURN" or not _is_protocol(rule, "udp"):
+        return False
+    return _is_dns_port(rule, "udp") and any(True for _ in rule.options("owner"))
+
+
+def _is_dns_port(rule: Rule, protocol: str) -> bool:
+    ports = {str(numbers.DNS_PORT), str(numbers.DNS_PROXY_PORT)}
+    return any(
+        o.name in ("--dport", "--sport") and not o.negated and set(o.values) <= ports
+        for o in rule.options(protocol)
+    )
+
+
+def _is_protocol(rule: Rule, protocol: str) -> bool:
+    option = rule.option(BASIC, "-p")
+    return option is not None and option.values == (protocol,) and not option.negated
+
+
+def _mark(option: Option) -> int | None:
+    """Return the mark of a `--mark` or `--set-xmark` over all bits, else None."""
+    if option.name not in ("--mark", "--set-xmark") or len(option.values) != 1:
+        return None
+    value, _, mask = option.values[0].partition("/")
+    if mask not in ("", "0xffffffff"):
+        return None
+    return _number((value,))
+
+
+def _number(values: tuple[str, ...]) -> int | None:
+    try:
+        return int(values[0], 0)
+    except (IndexError, ValueError):
+        return None

@@ -1,0 +1,73 @@
+"""What a namespace holds and what it should hold, as one comparable value."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from agent.model.plan import Route
+from agent.model.ruleset import Family, Ruleset, Rulesets
+
+NFTABLES = "nftables"
+IPTABLES_NFT = "iptables-nft"
+IPTABLES_LEGACY = "iptables-legacy"
+EBPF = "ebpf"
+
+# The order in which `auto` prefers them where a namespace holds nothing yet.
+BACKENDS = (NFTABLES, IPTABLES_NFT, IPTABLES_LEGACY)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseChain:
+    """A chain that is hooked into the kernel by nf_tables, of whatever owner."""
+
+    family: str
+    table: str
+    name: str
+    type: str
+    hook: str
+    priority: int
+    policy: str
+    rules: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceState:
+    """Everything in a namespace that a capture can be made of.
+
+    `loaded` has, by backend, every table of the iptables flavours (foreign rules included) and of
+    nftables only our own table. `routes` has each policy rule as often as it is there: the kernel
+    takes any number of copies. `base_chains` and `unreadable` are for reports only.
+    """
+
+    loaded: Mapping[str, Rulesets] = field(default_factory=dict)
+    routes: tuple[Route, ...] = ()
+    base_chains: tuple[BaseChain, ...] = field(default=(), compare=False)
+    unreadable: tuple[str, ...] = field(default=(), compare=False)
+
+    def of(self, backend: str) -> Rulesets:
+        return self.loaded.get(backend, {})
+
+
+def same(one: NamespaceState, other: NamespaceState) -> bool:
+    """Tell whether two states have the same rules and routes.
+
+    Built-in chains without rules do not count: legacy tables always have all of theirs, nf_tables
+    has those that somebody asked for.
+    """
+    names = {*one.loaded, *other.loaded}
+    if any(_essence(one.of(name)) != _essence(other.of(name)) for name in names):
+        return False
+    return Counter(one.routes) == Counter(other.routes)
+
+
+def _essence(rulesets: Rulesets) -> dict[Family, Ruleset]:
+    found = {}
+    for family, ruleset in rulesets.items():
+        tables = []
+        for table in ruleset.tables:
+            chains = tuple(c for c in table.chains if c.rules or c.policy in (None, "DROP"))
+            if chains:
+                tables.append(replace(table, chains=chains))
+        if tables:
+            found[family] = replace(ruleset, tables=tuple(tables))
+    return found

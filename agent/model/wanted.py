@@ -1,0 +1,170 @@
+"""From what a namespace holds to what it should hold, with a capture or without. Pure.
+
+Built-in chains and tables of nf_tables exist only because somebody asked for them, so a removal has
+to know which were there before the capture; `Before` is that knowledge, taken when it was applied.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from agent.model import numbers, owned
+from agent.model.plan import CapturePlan, LocalRoute, LoopbackAddress, PolicyRule, Route
+from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Ruleset, Rulesets, Table
+from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
+
+PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6)
+ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
+
+Shell = tuple[Family, str, str]
+"""A built-in chain of iptables-nft: family, table, chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What of a capture's surroundings was there before it, and is to be there after it."""
+
+    shells: frozenset[Shell] = frozenset()
+    routes: tuple[Route, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of an earlier capture here: its plan, and what was there before it."""
+
+    plan: CapturePlan = CapturePlan({})
+    before: Before | None = None
+
+
+def captured(
+    have: NamespaceState, plan: CapturePlan, backend: str, known: Known
+) -> NamespaceState:
+    """Return the namespace with exactly this capture in it, loaded by `backend`."""
+    base = _others(have, (known.plan, plan), known.before)
+    rulesets: Rulesets = plan.rulesets
+    if backend != NFTABLES:
+        others = base.of(backend)
+        rulesets = {
+            family: owned.merge(others.get(family, Ruleset(family)), plan.rulesets[family])
+            if family in plan.rulesets
+            else others[family]
+            for family in Family
+            if family in plan.rulesets or family in others
+        }
+    kept = [route for route in base.routes if route not in plan.routes]
+    return replace(
+        base,
+        loaded={**base.loaded, backend: rulesets},
+        routes=(*kept, *plan.routes),
+    )
+
+
+def uncaptured(have: NamespaceState, known: Known) -> NamespaceState:
+    """Return the namespace without any capture, whoever made it."""
+    return _others(have, (known.plan,), known.before)
+
+
+def before_of(have: NamespaceState) -> Before:
+    """Return what a removal is to leave, seen before a capture is applied.
+
+    A built-in chain counts if anything foreign is in its table, or nothing of a capture is.
+    """
+    shells: set[Shell] = set()
+    for family, ruleset in have.of(IPTABLES_NFT).items():
+        rest = owned.foreign(ruleset)
+        for table in ruleset.tables:
+            left = rest.table(table.name)
+            if left is None or left == table or any(c.rules or c.policy is None for c in left.chains):
+                shells |= {(family, table.name, chain) for chain in _untouched(table, left)}
+    routes = tuple(r for r in have.routes if _is_ours(r, _policies(have, ())))
+    captured_before = any(
+        owned.capture_of(r).tables for rulesets in have.loaded.values() for r in rulesets.values()
+    )
+    return Before(frozenset(shells), () if captured_before else routes)
+
+
+def _untouched(table: Table, left: Table | None) -> list[str]:
+    """Return the built-in chains that hold foreign rules or held nothing at all."""
+    found = []
+    for chain in table.chains:
+        rest = left.chain(chain.name) if left else None
+        if rest is not None and (rest.rules or not chain.rules):
+            found.append(chain.name)
+    return found
+
+
+def _others(
+    have: NamespaceState, plans: tuple[CapturePlan, ...], before: Before | None
+) -> NamespaceState:
+    """Return the state with every capture taken out."""
+    loaded: dict[str, Rulesets] = {}
+    known = before or before_of(have)
+    for name in (IPTABLES_NFT, IPTABLES_LEGACY):
+        left: dict[Family, Ruleset] = {}
+        for family, ruleset in have.of(name).items():
+            rest = ruleset
+            for plan in plans:
+                rest = owned.foreign(rest, plan.rulesets.get(family))
+            if name == IPTABLES_NFT:
+                rest = _without_shells(rest, known.shells)
+            if rest.tables:
+                left[family] = rest
+        if left:
+            loaded[name] = left
+    policies = _policies(have, plans)
+    routes = tuple(r for r in have.routes if not _is_ours(r, policies))
+    return NamespaceState(
+        loaded=loaded,
+        routes=(*routes, *(known.routes if before else ())),
+        base_chains=have.base_chains,
+        unreadable=have.unreadable,
+    )
+
+
+def _without_shells(ruleset: Ruleset, kept: frozenset[Shell]) -> Ruleset:
+    """Return the ruleset without the empty built-in chains that only the capture needed."""
+    tables = []
+    for table in ruleset.tables:
+        builtin = BUILTIN_CHAINS.get(table.name, ())
+        chains = tuple(c for c in table.chains if not _is_shell(c, builtin)
+                       or (ruleset.family, table.name, c.name) in kept)
+        if chains:
+            tables.append(replace(table, chains=chains))
+    return replace(ruleset, tables=tuple(tables))
+
+
+def _is_shell(chain: Chain, builtin: tuple[str, ...]) -> bool:
+    return chain.name in builtin and not chain.rules and chain.policy == "ACCEPT"
+
+
+def _policies(have: NamespaceState, plans: tuple[CapturePlan, ...]) -> frozenset[tuple[int, int]]:
+    """Return the (mark, table) pairs by which captures route: Istio's, planned and loaded ones."""
+    found = {ISTIO_POLICY}
+    marks: set[int] = set()
+    for rulesets in (*have.loaded.values(), *(plan.rulesets for plan in plans)):
+        for ruleset in rulesets.values():
+            marks |= owned.diverted_marks(ruleset)
+    routes = (*have.routes, *(r for plan in plans for r in plan.routes))
+    tables = {r.table for r in routes if isinstance(r, LocalRoute)}
+    for route in routes:
+        if isinstance(route, PolicyRule) and route.mark in marks and route.table in tables:
+            found.add((route.mark, route.table))
+    return frozenset(found)
+
+
+def _is_ours(route: Route, policies: frozenset[tuple[int, int]]) -> bool:
+    if isinstance(route, PolicyRule):
+        return (route.mark, route.table) in policies
+    if isinstance(route, LocalRoute):
+        return route.table in {table for _, table in policies}
+    return route == PASSTHROUGH
+
+
+def captures(state: NamespaceState) -> Mapping[str, Rulesets]:
+    """Return what belongs to captures, by backend; backends without any are left out."""
+    found: dict[str, Rulesets] = {}
+    for name in (NFTABLES, IPTABLES_NFT, IPTABLES_LEGACY):
+        parts = {family: owned.capture_of(r) for family, r in state.of(name).items()}
+        parts = {family: part for family, part in parts.items() if part.tables}
+        if parts:
+            found[name] = parts
+    return found

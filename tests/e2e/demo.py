@@ -1,0 +1,174 @@
+"""Show the agent at work: one pod with a real Envoy, captured, proved, explained and released.
+
+Run as root: `python -m tests.e2e.demo`. It works on two network namespaces of its own, which it
+removes again, also when it is interrupted. It ends with 0 if everything went as it should.
+"""
+
+import os
+import shlex
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import NoReturn
+
+from tests.support.pod import (
+    APP_PORT,
+    APP_UID,
+    OUTSIDE_PORT,
+    PEER,
+    POD,
+    Answer,
+    Pod,
+    agent_command,
+    capture_arguments,
+)
+
+REQUESTS = 100
+BOLD, DIM, GREEN, RED = "1", "2", "32", "31"
+FAMILIES = {4: "IPv4", 6: "IPv6"}
+
+
+class Unexpected(Exception):
+    """Something did not go as it should; the message says what."""
+
+
+def paint(text: str, code: str) -> str:
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        return text
+    return f"\033[{code}m{text}\033[0m"
+
+
+def heading(text: str) -> None:
+    print(f"\n{paint(text, BOLD)}", flush=True)
+
+
+def line(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def require(holds: bool, what: str) -> None:
+    """Go on if `what` is so. Raises: Unexpected."""
+    if not holds:
+        raise Unexpected(what)
+
+
+def agent(*arguments: str) -> str:
+    """Run the agent as a user would, show what it printed, and return that.
+
+    Raises: Unexpected if it fails.
+    """
+    line(paint(f"$ intercept-agent {shlex.join(arguments)}", DIM))
+    done = agent_command(*arguments)
+    said = f"{done.stdout}{done.stderr}".rstrip()
+    for text in said.splitlines():
+        line(text)
+    require(done.returncode == 0, f"{arguments[0]} ended with exit code {done.returncode}")
+    return said
+
+
+def way(answer: Answer) -> str:
+    """Return how a request got to its server, in words."""
+    if not answer.name:
+        return paint(answer.error, RED)
+    through = f"through Envoy ({', '.join(answer.via)})" if answer.via else "directly"
+    return f"answered by {answer.name} {through}; it saw {answer.peer}"
+
+
+def send_both_ways(pod: Pod, count: int = 1) -> list[Answer]:
+    """Send requests out of the pod and into it, over both families, and show the ways they took."""
+    everything = []
+    for direction, send in ways(pod).items():
+        for version, family in FAMILIES.items():
+            answers = send(version, count)
+            everything += answers
+            for text, times in Counter(way(answer) for answer in answers).items():
+                number = f"{times:>4} " if count > 1 else ""
+                line(f"{direction} {family} {number} {text}")
+    return everything
+
+
+def ways(pod: Pod) -> dict[str, Callable[[int, int], list[Answer]]]:
+    return {
+        "out": lambda version, count: pod.call(PEER[version], OUTSIDE_PORT, count=count),
+        "in ": lambda version, count: pod.call_from_peer(POD[version], APP_PORT, count=count),
+    }
+
+
+def show(pod: Pod) -> None:
+    """Walk through the life of a capture. Raises: Unexpected where the agent fails to deliver."""
+    name = pod.namespace
+    settings = capture_arguments()
+    heading("A pod and the world outside")
+    line(f"{name}: {POD[4]}, {POD[6]}; app on port {APP_PORT} as user {APP_UID}, Envoy as 1337")
+    line(f"{pod.peer}: {PEER[4]}, {PEER[6]}; a server on port {OUTSIDE_PORT}")
+    before = pod.snapshot()
+
+    heading("1. Before: requests go past Envoy")
+    answers = send_both_ways(pod)
+    require(all(a.name and not a.via for a in answers), "a request did not go the direct way")
+
+    heading("2. Capture the pod")
+    agent("apply", "--netns", name, *settings)
+
+    heading("3. The same requests now pass Envoy, and none is lost")
+    start = pod.counters()
+    answers = send_both_ways(pod, REQUESTS)
+    moved = pod.counters() - start
+    line(
+        f"Envoy counted {moved.outbound_connections} outbound connections, "
+        f"{moved.inbound_connections} inbound"
+    )
+    require(all(len(a.via) == 1 for a in answers), "a request did not pass Envoy exactly once")
+    expected = {2 * REQUESTS}
+    require(
+        {moved.outbound_connections, moved.inbound_connections} == expected,
+        f"Envoy's counters should both have moved by {2 * REQUESTS}",
+    )
+
+    heading("4. Why? One packet, walked through the rules that are loaded")
+    agent("trace", "--netns", name, "--uid", str(APP_UID), "--to", f"{PEER[4]}:{OUTSIDE_PORT}")
+
+    heading("5. Is everything as it should be?")
+    agent("check", "--netns", name, *settings)
+
+    heading("6. Envoy stops: captured traffic is refused, it does not slip past")
+    pod.stop_proxy()
+    answers = send_both_ways(pod)
+    require(not any(a.name for a in answers), "a request passed without Envoy")
+
+    heading("7. Take the capture out again")
+    agent("remove", "--netns", name)
+    answers = send_both_ways(pod)
+    require(all(a.name and not a.via for a in answers), "a request did not go the direct way")
+    require(pod.snapshot() == before, "the namespace is not as it was before")
+    line("rules, routes and addresses are byte for byte what they were before")
+
+
+def main() -> int:
+    """Run the demo; return its exit code. Everything it made is gone when this returns."""
+    if os.geteuid() != 0:
+        print("The demo makes network namespaces, which needs root: sudo make run", file=sys.stderr)
+        return 3
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        with Pod() as pod:
+            show(pod)
+    except KeyboardInterrupt:
+        print("\nInterrupted. Everything that the demo made is gone again.", file=sys.stderr)
+        return 130
+    except (Unexpected, AssertionError) as failure:
+        print(f"\n{paint('Failed:', RED)} {failure}", file=sys.stderr)
+        return 1
+    heading(paint("Done.", GREEN) + " Both namespaces are gone.")
+    return 0
+
+
+def _interrupted(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Treat a request to end like Ctrl-C, so that what was made is taken away."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

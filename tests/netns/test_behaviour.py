@@ -1,0 +1,393 @@
+"""What a capture does to real connections, on every backend.
+
+Each test programs a pod and looks at who answers whom. Rules are not looked at here: two backends
+are right if nobody can tell them apart from outside. `tests.support.behaviour` has the cast.
+
+    INTERCEPT_BEHAVIOUR_SETTINGS   how many random settings are compared (150: about a minute)
+    INTERCEPT_BEHAVIOUR_SEED       the first of them; a failure prints the one to repeat
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from random import Random
+
+import pytest
+
+from agent.model.settings import KEYS, parse
+from tests.support.behaviour import (
+    CAPTURE_PORTS,
+    HOSTS,
+    PATIENT_S,
+    PROBES,
+    Outcome,
+    Probe,
+    Raw,
+    Table,
+    World,
+    probe,
+    world,
+)
+from tests.support.behaviour_cases import APPS, CASES, EVERYTHING, Case
+from tests.support.behaviour_programs import BACKENDS, Direct, program
+from tests.support.behaviour_settings import random_settings
+from tests.support.netns import inside
+
+pytestmark = pytest.mark.netns
+
+SETTINGS = int(os.environ.get("INTERCEPT_BEHAVIOUR_SETTINGS", "150"))
+SEED = int(os.environ.get("INTERCEPT_BEHAVIOUR_SEED", "1"))
+CHUNK = 25
+
+REDIRECTED = {"redirect_dns": True, "capture_all_dns": True, **EVERYTHING}
+TPROXY = {"inbound_interception_mode": "TPROXY", **EVERYTHING}
+LISTED_DNS = {
+    "redirect_dns": True,
+    "dns_servers_v4": HOSTS["dns4"],
+    "dns_servers_v6": HOSTS["dns6"],
+    "enable_ipv6": True,
+}
+
+agent_only = pytest.mark.skipif(
+    isinstance(program(BACKENDS[0]), Direct),
+    reason="about how the agent applies, and these captures are loaded without it",
+)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Mapping[str, World]]:
+    with contextlib.ExitStack() as stack:
+        yield {
+            backend: stack.enter_context(world(f"b{index}", program(backend)))
+            for index, backend in enumerate(BACKENDS)
+        }
+
+
+@pytest.fixture(scope="module")
+def untouched(worlds: Mapping[str, World]) -> Table:
+    """The table of a pod without a capture."""
+    return worlds[BACKENDS[0]].table()
+
+
+@pytest.fixture(params=BACKENDS)
+def pod(
+    worlds: Mapping[str, World], untouched: Table, request: pytest.FixtureRequest
+) -> Iterator[World]:
+    """A pod for each backend, uncaptured before and after."""
+    made = worlds[request.param]
+    try:
+        yield made
+    finally:
+        made.release()
+
+
+# --- nobody interferes ---------------------------------------------------------------------------
+
+
+def test_without_a_capture_everyone_meets_whom_they_dialled(untouched: Table) -> None:
+    listeners = {"in": "service", "out": "service", "dns": "dns", "odd": "dns", "vm": "vm"}
+    ports = {8080: "app:8080", 9090: "app:9090", 9091: "app:pod-only", 53: "resolver"}
+    ports |= {port: f"proxy:{port}" for port in range(15000, 17000)} | {15053: "refused"}
+    for each in PROBES:
+        host = each.name.split(">")[1].split(":")[0]
+        expected = listeners.get(host[:-1]) or ports.get(each.port, "refused")
+        if each.port == 9092 and host in ("lo4", "lo6"):
+            expected = "app:loopback-only"
+        if each.source == HOSTS["pass6"]:
+            expected = "no-source"
+        assert untouched[each.name].who == expected, each.name
+
+
+def test_release_gives_everything_back(pod: World, untouched: Table) -> None:
+    pod.capture(TPROXY | {"redirect_dns": True, "capture_all_dns": True})
+    assert pod.table() != untouched
+    pod.release()
+    assert pod.table() == untouched
+
+
+# --- the backends are alike ----------------------------------------------------------------------
+
+
+def settings_of(number: int) -> dict[str, object]:
+    return random_settings(Random(number))
+
+
+@pytest.mark.parametrize("first", range(SEED, SEED + SETTINGS, CHUNK))
+def test_backends_cannot_be_told_apart(
+    worlds: Mapping[str, World], untouched: Table, first: int
+) -> None:
+    for number in range(first, min(first + CHUNK, SEED + SETTINGS)):
+        raw = settings_of(number)
+        for made in worlds.values():
+            made.capture(raw)
+        tables = {backend: made.table() for backend, made in worlds.items()}
+        told = f"INTERCEPT_BEHAVIOUR_SEED={number} INTERCEPT_BEHAVIOUR_SETTINGS=1\n{raw}"
+        assert not differences(worlds, tables), told
+        for table in tables.values():
+            assert not impossible(raw, table, untouched), told
+
+
+def differences(worlds: Mapping[str, World], tables: Mapping[str, Table]) -> list[str]:
+    """Return what is not the same everywhere; where somebody was slow, all are asked again."""
+    different = differing(tables)
+    if any(table[each.name].who == "timeout" for each in different for table in tables.values()):
+        tables = {name: made.table(different, quiet_s=PATIENT_S) for name, made in worlds.items()}
+        different = [each for each in differing(tables, different)]
+    return [
+        f"{each.name}: " + ", ".join(f"{name} {table[each.name]}" for name, table in tables.items())
+        for each in different
+    ]
+
+
+def differing(tables: Mapping[str, Table], probes: list[Probe] | None = None) -> list[Probe]:
+    return [
+        each
+        for each in probes or PROBES
+        if len({table[each.name] for table in tables.values()}) > 1
+    ]
+
+
+def impossible(raw: Raw, table: Table, untouched: Table) -> list[str]:
+    """Return what no settings may do: hide an address, or touch IPv6 when it is off."""
+    found = []
+    for name, outcome in table.items():
+        before = untouched[name]
+        if outcome.destination and before.destination and outcome[1:] != before[1:]:
+            found.append(f"{name}: the addresses are {outcome[1:]} and were {before[1:]}")
+        if not raw["enable_ipv6"] and ":" in probe(name).host and outcome != before:
+            found.append(f"{name}: IPv6 is off and {before} became {outcome}")
+    return found
+
+
+def test_random_settings_use_every_key() -> None:
+    """Every key is there and varies, and all of them are valid."""
+    seen: dict[str, set[object]] = {}
+    for number in range(300):
+        raw = settings_of(number)
+        parse(raw)
+        for key in KEYS:
+            seen.setdefault(key, set()).add(raw.get(key))
+    assert sorted(key for key, values in seen.items() if len(values) < 2) == []
+
+
+# --- settings whose effect is known --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.about.split(":")[0])
+def test_capture_does_what_its_settings_say(pod: World, untouched: Table, case: Case) -> None:
+    pod.capture(case.raw)
+    expected = case.expected(untouched)
+    found = pod.table()
+    wrong = {n: (found[n], expected[n]) for n in expected if found[n] != expected[n]}
+    assert wrong == {}, case.about
+
+
+def test_tproxy_without_a_listener_lets_nothing_through(pod: World) -> None:
+    """iptables drops what it cannot hand to a listener; a backend that goes on opens the pod."""
+    pod.capture(TPROXY)
+    with pod.deaf("proxy", "proxy:15006"):
+        for name in ("peer>own4:8080", "peer>own6:8080"):
+            assert pod.table([probe(name)])[name] == Outcome("timeout")
+    assert pod.meet("peer>own4:8080").who == "proxy:15006"
+
+
+def test_redirect_without_a_listener_refuses(pod: World) -> None:
+    pod.capture(EVERYTHING)
+    with pod.deaf("proxy", "proxy:15001"), pod.deaf("proxy", "proxy:15006"):
+        for name in ("app>in4:80", "app>in6:80", "peer>own4:8080", "peer>own6:8080"):
+            assert pod.meet(name) == Outcome("refused"), name
+
+
+# --- field reports -------------------------------------------------------------------------------
+
+
+def test_report_43_proxy_may_use_other_loopback_addresses_if_told(pod: World) -> None:
+    """Istio's rules exempt 127.0.0.1 alone; the loopback setting widens that."""
+    pod.capture(EVERYTHING)
+    assert pod.meet("proxy>lob4:8080").who == "proxy:15006"
+    pod.capture(EVERYTHING | {"host_ipv4_loopback_cidr": "127.0.0.0/8"})
+    assert pod.meet("proxy>lob4:8080").who == "app:8080"
+    pod.capture({"outbound_ip_ranges_include": f"{HOSTS['lob4']}/32"})
+    assert pod.meet("app>lob4:8080") == ("proxy:15001", "127.1.2.3:8080", "127.0.0.1")
+
+
+@pytest.mark.parametrize("version", "46")
+@pytest.mark.parametrize("mark", [1337, 4096])
+def test_report_44_proxy_under_tproxy_calls_the_app_as_the_client(
+    pod: World, version: str, mark: int
+) -> None:
+    """It takes the client's address and the mark; the app's answers must find back, and no loop."""
+    pod.capture(TPROXY | {"inbound_tproxy_mark": mark})
+    client = HOSTS[f"peer{version}"]
+    inbound = pod.meet(f"peer>own{version}:8080")
+    assert inbound[::2] == ("proxy:15006", client)
+    pod.served()
+    onward = pod.meet(f"proxy>own{version}:8080", source=client, transparent=True, mark=mark)
+    assert onward[::2] == ("app:8080", client)
+    assert pod.served() == {"app:8080": 1}
+
+
+@pytest.mark.parametrize("version", "46")
+def test_report_44_proxy_under_tproxy_calls_its_own_pod(pod: World, version: str) -> None:
+    pod.capture(TPROXY)
+    pod.served()
+    assert pod.meet(f"proxy>own{version}:8080").who == "proxy:15006"
+    assert pod.meet(f"proxy@pass{version}>own{version}:8080").who == "app:8080"
+    assert pod.served() == {"proxy:15006": 1, "app:8080": 1}
+
+
+@pytest.mark.parametrize(("drop", "after"), [(True, "proxy:15006"), (False, "reset")])
+def test_report_46_stray_packet_resets_unless_dropped(pod: World, drop: bool, after: str) -> None:
+    """A segment outside the window is not translated and meets the app, which knows nothing."""
+    pod.capture(EVERYTHING | {"drop_invalid": drop})
+    assert pod.hold("peer>own4:8080").who == "proxy:15006"
+    pod.nodes["peer"].ask("stray", name="peer>own4:8080", ahead=10_000_000)
+    assert pod.use("peer>own4:8080").who == after
+    pod.drop("peer>own4:8080")
+
+
+@agent_only
+@pytest.mark.parametrize("name", ["peer>own4:8080", "peer>own6:8080", "app>in4:80", "app>in6:80"])
+def test_report_47_applying_again_keeps_captured_connections(pod: World, name: str) -> None:
+    pod.capture(EVERYTHING)
+    captured = pod.hold(name)
+    pod.program.apply(pod.pod, EVERYTHING)
+    assert pod.use(name) == captured
+    pod.program.apply(pod.pod, EVERYTHING | {"outbound_ports_exclude": "7777"})
+    assert pod.use(name) == captured
+    pod.drop(name)
+
+
+@pytest.mark.parametrize("version", "46")
+@pytest.mark.parametrize("raw", [EVERYTHING, TPROXY], ids=["redirect", "tproxy"])
+def test_report_50_app_on_the_pod_address_alone_is_reached(
+    pod: World, raw: Raw, version: str
+) -> None:
+    pod.capture(raw)
+    name = f"proxy@pass{version}>own{version}:9091"
+    address = probe(name).host
+    shown = f"[{address}]:9091" if ":" in address else f"{address}:9091"
+    assert pod.meet(name) == ("app:pod-only", shown, HOSTS[f"pass{version}"])
+
+
+@pytest.mark.parametrize("ports", ["7000-8080", "7000:8080", "7777,8000-8080"])
+@pytest.mark.parametrize("mode", ["REDIRECT", "TPROXY"])
+def test_report_52_ranges_of_ports(pod: World, ports: str, mode: str) -> None:
+    pod.capture({"inbound_ports_include": ports, "inbound_interception_mode": mode})
+    met = {port: pod.meet(f"peer>own4:{port}").who for port in (7777, 8080, 9090)}
+    assert met == {7777: "proxy:15006", 8080: "proxy:15006", 9090: "app:9090"}
+
+
+@pytest.mark.parametrize("mode", ["REDIRECT", "TPROXY"])
+@pytest.mark.parametrize(
+    ("inbound", "captured"), [(None, set()), ("", set()), ("*", {8080, 9090}), ("8080", {8080})]
+)
+def test_report_55_no_list_empty_list_all_and_one(
+    pod: World, mode: str, inbound: str | None, captured: set[int]
+) -> None:
+    raw: dict[str, object] = {"inbound_interception_mode": mode, "enable_ipv6": True}
+    pod.capture(raw if inbound is None else raw | {"inbound_ports_include": inbound})
+    for version in "46":
+        met = {port: pod.meet(f"peer>own{version}:{port}").who for port in (8080, 9090)}
+        assert {port for port, who in met.items() if who == "proxy:15006"} == captured
+
+
+@pytest.mark.parametrize("mode", ["REDIRECT", "TPROXY"])
+def test_report_56_excluded_ports_win_over_everything(pod: World, mode: str) -> None:
+    raw = {"inbound_ports_exclude": "15020,15021,15090,8080", "inbound_interception_mode": mode}
+    pod.capture(EVERYTHING | raw)
+    for version in "46":
+        for port, who in ((8080, "app:8080"), *((p, f"proxy:{p}") for p in (15020, 15021, 15090))):
+            assert pod.meet(f"peer>own{version}:{port}").who == who
+        assert pod.meet(f"peer>own{version}:9090").who == "proxy:15006"
+
+
+@pytest.mark.parametrize("version", "46")
+def test_report_70_answers_find_the_zone_of_their_query(pod: World, version: str) -> None:
+    """One entry for the proxy's query and one for the app's, both answered."""
+    pod.capture(LISTED_DNS)
+    assert pod.meet(f"proxy>dns{version}:53/udp").who == "dns"
+    assert pod.meet(f"app>dns{version}:53/udp").who == "proxy:15053"
+    queries = [line for line in pod.nodes["root"].ask("tracked") if " udp " in line]
+    assert len(queries) == 2
+    assert not [line for line in queries if "UNREPLIED" in line]
+
+
+def test_report_70_same_port_of_app_and_proxy_to_one_server(pod: World) -> None:
+    """Without zones the proxy's query would look like the answer side of the app's."""
+    pod.capture(LISTED_DNS)
+    for sender, who in (("app", "proxy:15053"), ("proxy", "dns"), ("app", "proxy:15053")):
+        for _ in range(3):
+            assert pod.meet(f"{sender}>dns4:53/udp").who == who
+
+
+def test_report_71_local_resolver_reaches_its_upstream(pod: World) -> None:
+    """Listed is the resolver in the pod alone: its own questions to the upstream must get out."""
+    pod.capture({**LISTED_DNS, "dns_servers_v4": HOSTS["resolver4"], "dns_servers_v6": ""})
+    pod.served()
+    for proto in ("", "/udp"):
+        assert pod.meet(f"app>resolver4:53{proto}").who == "proxy:15053"
+        assert pod.meet(f"app>dns4:53{proto}").who == "dns"
+    assert pod.served() == {"proxy:15053": 2, "dns": 2}
+
+
+@agent_only
+def test_report_73_dns_is_captured_before_docker_translates_it(pod: World) -> None:
+    rules = (
+        "*nat\n:DOCKER_OUTPUT - [0:0]\n-A OUTPUT -d 127.0.0.53/32 -j DOCKER_OUTPUT\n"
+        "-A DOCKER_OUTPUT -p udp --dport 53 -j DNAT --to-destination 127.0.0.53:40953\nCOMMIT\n"
+    )
+    legacy = pod.program is not None and pod.pod.startswith("it-b0")
+    tool = "iptables-legacy-restore" if legacy else "iptables-nft-restore"
+    inside(pod.pod, tool, "--noflush", stdin=rules)
+    try:
+        pod.capture({**LISTED_DNS, "dns_servers_v4": HOSTS["resolver4"]})
+        assert pod.meet("app>resolver4:53/udp").who == "proxy:15053"
+    finally:
+        pod.release()
+        inside(pod.pod, tool, stdin="*nat\nCOMMIT\n")
+
+
+def test_report_76_both_families_or_the_one_that_is_on(pod: World) -> None:
+    pod.capture(EVERYTHING)
+    assert {pod.meet(f"peer>own{version}:8080").who for version in "46"} == {"proxy:15006"}
+
+
+def test_report_77_pod_with_ipv6_switched_off_is_captured(pod: World) -> None:
+    switch = ("sysctl", "-q", "-w", "net.ipv6.conf.lo.disable_ipv6=1")
+    inside(pod.pod, *switch)
+    try:
+        pod.capture(EVERYTHING | {"enable_ipv6": False})
+        assert pod.meet("app>in4:80").who == "proxy:15001"
+        assert pod.meet("peer>own4:8080").who == "proxy:15006"
+    finally:
+        inside(pod.pod, *switch[:-1], switch[-1].replace("=1", "=0"))
+
+
+def test_report_79_passthrough_address_comes_and_goes(pod: World) -> None:
+    def addresses() -> int:
+        return inside(pod.pod, "ip", "-6", "-o", "addr", "show", "dev", "lo").count("inet6 ::6/128")
+
+    for _ in range(2):
+        pod.capture(EVERYTHING)
+        assert addresses() == 1
+        assert pod.meet("proxy@pass6>own6:8080").who == "app:8080"
+    pod.release()
+    assert addresses() == 0
+
+
+def test_report_97_whoever_runs_as_the_proxy_user_is_not_captured(pod: World) -> None:
+    """Inherent in a rule by owner: the agent can only warn of it."""
+    pod.capture(EVERYTHING)
+    assert pod.meet("uidonly>in4:80").who == "service"
+    pod.capture(EVERYTHING | {"proxy_uid": "2000", "proxy_gid": "2000"})
+    assert pod.meet("uidonly>in4:80").who == "proxy:15001"
+    assert pod.meet("second>in4:80").who == "service"
+
+
+def test_report_98_group_counts_when_it_is_the_process_s_own(pod: World) -> None:
+    """A process that runs in the group is exempt; a supplemental group does not count."""
+    pod.capture(EVERYTHING)
+    for version in "46":
+        assert pod.meet(f"gidonly>in{version}:80").who == "service"
+        assert pod.meet(f"extra>in{version}:80").who == "proxy:15001"

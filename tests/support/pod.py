@@ -1,0 +1,405 @@
+"""A pod as a mesh makes it: an application, a real Envoy beside it, and the world outside.
+
+    peer namespace                      pod namespace
+    10.77.0.1, fd00:77::1  <- veth ->   10.77.0.2, fd00:77::2
+    server "outside" :8000              application "app" :8080 as user 1000
+                                        Envoy as user 1337: 15001, 15006, 15021, admin 15000
+
+Nothing here captures anything: that is what is under test. Everything is gone when the block ends.
+"""
+
+import contextlib
+import functools
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Self
+
+from agent.model import numbers
+from tests.support import envoy, netns, web
+
+ROOT = Path(__file__).parents[2]
+
+APP_UID = 1000
+APP_PORT = 8080
+OUTSIDE_PORT = 8000
+
+POD = {4: "10.77.0.2", 6: "fd00:77::2"}
+PEER = {4: "10.77.0.1", 6: "fd00:77::1"}
+PREFIX = {4: 24, 6: 64}
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 5.0
+COMMAND_TIMEOUT_S = 60.0
+POLL_S = 0.01
+CONCURRENCY = 50
+MAX_LOG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of one request. Without an answer `status` is 0 and `error` says why.
+
+    `name` is the server that answered, `peer` and `local` the addresses that its connection had,
+    `via` the Envoy listeners that the request went through, in order.
+    """
+
+    status: int = 0
+    error: str = ""
+    name: str = ""
+    peer: str = ""
+    local: str = ""
+    path: str = ""
+    via: tuple[str, ...] = ()
+
+
+def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 10.0) -> None:
+    """Return as soon as `condition` holds.
+
+    Raises: AssertionError naming `what` if it does not hold within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {timeout_s} s")
+        time.sleep(POLL_S)
+
+
+def capture_arguments(mode: str = "REDIRECT") -> tuple[str, ...]:
+    """Return the capture that the mesh's CNI plugin asks for when a pod has no annotations."""
+    return (
+        *("--istio-inbound-interception-mode", mode),
+        *("--istio-inbound-ports", "*", "--istio-local-exclude-ports", "15020,15021,15090"),
+        *("--istio-service-cidr", "*", "--istio-local-outbound-ports-exclude", "15020"),
+    )
+
+
+def agent_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `intercept-agent` from this checkout; the caller judges the exit code."""
+    command = (sys.executable, "-m", "agent.cli.main", *arguments)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT_S
+    )
+
+
+class Pod:
+    """A pod with its outside, for use in a `with` block. Envoy runs from the start.
+
+    Args:
+        mode: `TPROXY` gives Envoy a transparent inbound listener and the capability it needs.
+        keep_source: Envoy shows the application the client's own address (TPROXY only).
+        proxy_uid, proxy_gid: who Envoy is.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str = "REDIRECT",
+        keep_source: bool = False,
+        proxy_uid: int = numbers.PROXY_ID,
+        proxy_gid: int = numbers.PROXY_ID,
+    ) -> None:
+        self.mode = mode
+        self.namespace = ""
+        self.peer = ""
+        self._spec = envoy.ProxySpec(
+            transparent=mode == "TPROXY",
+            keep_source=keep_source,
+            self_v4=(POD[4], APP_PORT),
+            self_v6=(POD[6], APP_PORT),
+        )
+        self._proxy_ids = (proxy_uid, proxy_gid)
+        self._stack = contextlib.ExitStack()
+        self._clients = contextlib.ExitStack()
+        self._client_by_identity: dict[tuple[str, int, int], subprocess.Popen[str]] = {}
+        self._proxy = contextlib.ExitStack()
+        self._log: IO[str] | None = None
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            self.namespace = stack.enter_context(netns.namespace("pod"))
+            self.peer = stack.enter_context(netns.namespace("peer"))
+            _join(self.namespace, self.peer)
+            stack.enter_context(_server(self.namespace, "app", APP_PORT, uid=APP_UID))
+            stack.enter_context(_server(self.peer, "outside", OUTSIDE_PORT, uid=APP_UID))
+            stack.callback(self._clients.close)
+            stack.callback(self.stop_proxy)
+            self.start_proxy()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def target(self) -> str:
+        """Return the namespace as the agent's `--netns` wants it."""
+        return str(netns.path_of(self.namespace))
+
+    def start_proxy(self) -> None:
+        """Start Envoy and return when it serves.
+
+        Raises: AssertionError with its log if it ends or does not serve in time.
+        """
+        assert self._log is not None, "only inside the `with` block"
+        uid, gid = self._proxy_ids
+        capabilities = ("net_admin",) if self._spec.transparent else ()
+        config = envoy.config(self._spec)
+        with contextlib.ExitStack() as stack:
+            process = stack.enter_context(
+                _envoy(
+                    self.namespace,
+                    config,
+                    uid=uid,
+                    gid=gid,
+                    capabilities=capabilities,
+                    log=self._log,
+                )
+            )
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not self._proxy_serves():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError(f"Envoy did not start:\n{self.proxy_log()}")
+            self._proxy = stack.pop_all()
+
+    def _proxy_serves(self) -> bool:
+        """Wait a second at most."""
+        call = _target("127.0.0.1", numbers.HEALTH_PORT, path=envoy.HEALTH_PATH, timeout_s=1.0)
+        (answer,) = self._call(self.namespace, call | {"until_ok": True}, uid=0, gid=0)
+        return answer.status == 200
+
+    def stop_proxy(self) -> None:
+        """Stop Envoy and return when it is gone; harmless if it is not running."""
+        self._proxy.close()
+
+    def proxy_log(self) -> str:
+        """Return what Envoy has logged so far."""
+        assert self._log is not None, "only inside the `with` block"
+        return os.pread(self._log.fileno(), MAX_LOG_BYTES, 0).decode(errors="replace")
+
+    def counters(self) -> envoy.Counters:
+        """Return Envoy's counters, read from its admin port inside the pod."""
+        call = _target("127.0.0.1", envoy.ADMIN_PORT, path=envoy.COUNTERS_PATH)
+        return envoy.counters_in(self._outcomes(self.namespace, call, uid=0, gid=0)[0]["body"])
+
+    def capture(self, backend: str, *more: str) -> None:
+        """Have the agent capture this pod; `more` are further options of `apply`.
+
+        Raises: AssertionError with what the agent said if it fails.
+        """
+        options = ("--backend", backend, *capture_arguments(self.mode), *more)
+        _successful(agent_command("apply", "--netns", self.target, *options))
+
+    def release(self) -> None:
+        """Have the agent take the capture out. Raises: AssertionError as `capture` does."""
+        _successful(agent_command("remove", "--netns", self.target))
+
+    def call(
+        self,
+        address: str,
+        port: int,
+        *,
+        uid: int = APP_UID,
+        gid: int | None = None,
+        host: str = "",
+        path: str = "/",
+        count: int = 1,
+        timeout_s: float = 10.0,
+    ) -> list[Answer]:
+        """Send requests from inside the pod, each on its own connection, many at a time.
+
+        `host` is the Host header; by default the address. `gid` is that of `uid` by default.
+        """
+        call = _target(address, port, host=host, path=path, timeout_s=timeout_s)
+        return self._call(
+            self.namespace, call, count=count, uid=uid, gid=uid if gid is None else gid
+        )
+
+    def call_from_peer(
+        self, address: str, port: int, *, path: str = "/", count: int = 1, timeout_s: float = 10.0
+    ) -> list[Answer]:
+        """Send requests from outside the pod, as `call` does from inside."""
+        call = _target(address, port, path=path, timeout_s=timeout_s)
+        return self._call(self.peer, call, count=count, uid=APP_UID, gid=APP_UID)
+
+    def _call(
+        self, namespace: str, call: dict[str, object], *, count: int = 1, uid: int, gid: int
+    ) -> list[Answer]:
+        outcomes = self._outcomes(namespace, call, count=count, uid=uid, gid=gid)
+        return [_answer(outcome) for outcome in outcomes]
+
+    def _outcomes(
+        self, namespace: str, call: dict[str, object], *, count: int = 1, uid: int, gid: int
+    ) -> list[dict[str, str]]:
+        """Have the client process of that namespace and identity make the calls."""
+        identity = (namespace, uid, gid)
+        if identity not in self._client_by_identity:
+            started = self._clients.enter_context(_client(namespace, uid=uid, gid=gid))
+            self._client_by_identity[identity] = started
+        process = self._client_by_identity[identity]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        job = {"call": call, "count": count, "concurrency": CONCURRENCY}
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the client of {namespace} as {uid}:{gid} ended: see stderr")
+        outcomes: list[dict[str, str]] = json.loads(line)
+        return outcomes
+
+    def snapshot(self) -> dict[str, str]:
+        """Return everything that a capture could change in the pod's namespace."""
+        return netns.snapshot(self.namespace)
+
+
+def _successful(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode:
+        said = f"{done.stdout}{done.stderr}".strip()
+        raise AssertionError(f"{' '.join(done.args)}: exit {done.returncode}: {said}")
+
+
+def _target(
+    address: str, port: int, *, host: str = "", path: str = "/", timeout_s: float = 10.0
+) -> dict[str, object]:
+    name = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
+    return {
+        "address": address,
+        "port": port,
+        "host": host or f"{name}:{port}",
+        "path": path,
+        "timeout_s": timeout_s,
+        "until_ok": False,
+    }
+
+
+def _answer(raw: dict[str, str]) -> Answer:
+    if "error" in raw:
+        return Answer(error=raw["error"])
+    status = int(raw["status"])
+    try:
+        seen = json.loads(raw["body"])
+    except ValueError:  # Envoy's own answers are plain text
+        return Answer(status=status, error=raw["body"])
+    return Answer(status=status, **(seen | {"via": tuple(seen["via"])}))
+
+
+def _join(pod: str, peer: str) -> None:
+    """Connect both namespaces; each has the other as its default route."""
+    netns.run(
+        *("ip", "link", "add", "eth0", "netns", pod, "type", "veth"),
+        *("peer", "name", "eth0", "netns", peer),
+    )
+    for name in (pod, peer):
+        # Without link-local addresses and their detection of duplicates, what `ip addr` says is
+        # final from the start, so that two snapshots can be compared.
+        netns.run("ip", "-n", name, "link", "set", "eth0", "addrgenmode", "none", "up")
+    for name in (pod, peer):
+        wait_for(functools.partial(_is_up, name), f"eth0 of {name} is up")
+    for name, own, other in ((pod, POD, PEER), (peer, PEER, POD)):
+        for version in (4, 6):
+            nodad = ("nodad",) if version == 6 else ()
+            address = f"{own[version]}/{PREFIX[version]}"
+            netns.run("ip", "-n", name, "addr", "add", address, "dev", "eth0", *nodad)
+            netns.run("ip", "-n", name, "route", "add", "default", "via", other[version])
+
+
+def _is_up(namespace: str) -> bool:
+    links = json.loads(netns.run("ip", "-n", namespace, "-j", "link", "show", "eth0"))
+    return bool(links[0]["operstate"] == "UP")
+
+
+def _web(namespace: str, what: str, *, uid: int, gid: int) -> tuple[str, ...]:
+    script = (sys.executable, "-I", "-S", str(Path(web.__file__)), what)
+    return (*_nsenter(namespace), *script, "--uid", str(uid), "--gid", str(gid))
+
+
+def _nsenter(namespace: str) -> tuple[str, ...]:
+    return ("nsenter", f"--net={netns.path_of(namespace)}", "--")
+
+
+def _client(
+    namespace: str, *, uid: int, gid: int
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    return _running(_web(namespace, "call", uid=uid, gid=gid), stdout=subprocess.PIPE)
+
+
+@contextlib.contextmanager
+def _server(namespace: str, name: str, port: int, *, uid: int) -> Iterator[None]:
+    """Run a server that answers on both families before the block starts."""
+    command = (*_web(namespace, "serve", uid=uid, gid=uid), "--name", name, "--port", str(port))
+    with _running(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != f"{web.READY}\n":
+            raise AssertionError(f"server {name} did not start on port {port}")
+        yield
+
+
+@contextlib.contextmanager
+def _envoy(
+    namespace: str,
+    config: str,
+    *,
+    uid: int,
+    gid: int,
+    capabilities: tuple[str, ...],
+    log: IO[str],
+) -> Iterator[subprocess.Popen[str]]:
+    """Run Envoy as that user, with those capabilities kept.
+
+    The binary is opened here and executed by descriptor: the proxy's user may not be able to reach
+    the directory that it lies in. Hot restart is off, so no two Envoys share anything.
+    """
+    kept = ",".join(f"+{name}" for name in capabilities)
+    keep = ("--inh-caps", kept, "--ambient-caps", kept) if kept else ()
+    program = os.open(envoy.binary(), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        command = (
+            *_nsenter(namespace),
+            *("setpriv", "--reuid", str(uid), "--regid", str(gid), "--clear-groups"),
+            *keep,
+            *("--pdeathsig", "KILL", "--"),
+            *(f"/proc/self/fd/{program}", "--config-yaml", config, "--concurrency", "1"),
+            *("--disable-hot-restart", "--log-level", "warning"),
+        )
+        with _running(command, stdout=log, pass_fds=(program,)) as process:
+            yield process
+    finally:
+        os.close(program)
+
+
+@contextlib.contextmanager
+def _running(
+    command: tuple[str, ...], *, stdout: int | IO[str], pass_fds: tuple[int, ...] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a process in a session of its own (so Ctrl-C reaches only us) and end it at the end."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=None if stdout == subprocess.PIPE else subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
