@@ -64,7 +64,9 @@ def shells(have: Ruleset, want: Ruleset) -> Shells:
         wanted = want.table(table.name)
         kept = {c.name for c in wanted.chains} if wanted else set()
         builtin = BUILTIN_CHAINS.get(table.name, ())
-        chains += [(table.name, c.name) for c in table.chains if c.name in builtin and c.name not in kept]
+        chains += [
+            (table.name, c.name) for c in table.chains if c.name in builtin and c.name not in kept
+        ]
         if wanted is None:
             tables.append(table.name)
     return Shells(tuple(chains), tuple(tables))
@@ -92,25 +94,21 @@ def _table_edit(have: Table, want: Table) -> TableEdit:
 def _chain_edit(have: Chain | None, want: Chain, *, builtin: bool) -> ChainEdit | None:
     loaded = have.rules if have else ()
     if not builtin and (have is None or loaded != want.rules):
-        return ChainEdit(
-            want.name, rewrite=True, insert=tuple(enumerate(want.rules, start=1))
-        )
+        return ChainEdit(want.name, rewrite=True, insert=tuple(enumerate(want.rules, start=1)))
     if loaded == want.rules:
         return None
     kept = _kept(loaded, want.rules)
     delete = tuple(rule for i, rule in enumerate(loaded) if i not in {a for a, _ in kept})
     positions = {b for _, b in kept}
-    insert = tuple(
-        (i + 1, rule) for i, rule in enumerate(want.rules) if i not in positions
-    )
+    insert = tuple((i + 1, rule) for i, rule in enumerate(want.rules) if i not in positions)
     return ChainEdit(want.name, rewrite=False, delete=delete, insert=insert)
 
 
 def _kept(loaded: tuple[Rule, ...], wanted: tuple[Rule, ...]) -> set[tuple[int, int]]:
     """Return the pairs of positions whose rule stays untouched.
 
-    Deleting by value takes the first rule that is equal. So where some copies of a rule would go and
-    others stay, all of them go and the wanted ones are written again.
+    Deleting by value takes the first rule that is equal. So where some copies of a rule would go
+    and others stay, all of them go and the wanted ones are written again.
     """
     blocks = SequenceMatcher(None, loaded, wanted, autojunk=False).get_matching_blocks()
     pairs = {(b.a + i, b.b + i) for b in blocks for i in range(b.size)}

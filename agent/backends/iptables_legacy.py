@@ -32,17 +32,15 @@ class IptablesLegacy:
         return read_saves(session, "legacy", families) if families else {}
 
     def steps(self, session: Session, have: Rulesets, want: Rulesets) -> tuple[Step, ...]:
-        steps = []
+        steps: list[Step] = []
         for family in Family:
             before = have.get(family, Ruleset(family))
             after = want.get(family, Ruleset(family))
-            for edit in table_edits(before, after):
-                steps.append(self._step(session, family, edit, before))
+            edits = table_edits(before, after)
+            steps += (self._step(session, family, edit, before) for edit in edits)
         return tuple(steps)
 
-    def _step(
-        self, session: Session, family: Family, edit: TableEdit, before: Ruleset
-    ) -> Step:
+    def _step(self, session: Session, family: Family, edit: TableEdit, before: Ruleset) -> Step:
         known = before.table(edit.table)
         existing = {chain.name for chain in known.chains} if known else set()
         ops = table_ops(edit, existing)
@@ -54,9 +52,8 @@ class IptablesLegacy:
 def table_ops(edit: TableEdit, existing: set[str]) -> list[list[Any]]:
     """Return the edits of a table as the worker's operations."""
     ops: list[list[Any]] = []
-    for chain in edit.chains:
-        if chain.rewrite:
-            ops.append(["flush" if chain.name in existing else "new", chain.name])
+    rewritten = (chain.name for chain in edit.chains if chain.rewrite)
+    ops += (["flush" if name in existing else "new", name] for name in rewritten)
     for chain in edit.chains:
         ops += (["delete", chain.name, rule_spec(rule)] for rule in chain.delete)
     for chain in edit.chains:

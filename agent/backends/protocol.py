@@ -1,4 +1,4 @@
-"""What every way to program a namespace offers to the floors above, which do not know which it is."""
+"""What every way to program a namespace offers; the floors above do not know which it is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Step:
 
     An `atomic` one is made as a whole or not at all, whatever happens meanwhile.
 
-    `run` raises KernelRejected or EnvironmentLacks if it cannot; it may then have done a part, which
-    the caller finds out by reading, and undoes.
+    `run` raises KernelRejected or EnvironmentLacks if it cannot; it may then have done a part,
+    which the caller finds out by reading, and undoes.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""One namespace while it is being worked on: its handle, its nf_tables door, the lock held on it."""
+"""One namespace while it is being worked on: its handle, its nf_tables door, its lock."""
 
 import contextlib
 from collections.abc import Iterator

@@ -129,4 +129,3 @@ def _surroundings(have: NamespaceState, backend: str) -> tuple[str, ...]:
             count = sum(ruleset.rule_count() for ruleset in rulesets.values())
             found.append(f"{count} rules of a capture in {name} were replaced by {backend}")
     return tuple(found)
-

@@ -74,12 +74,12 @@ def foreign_ahead(have: NamespaceState, wanted: CapturePlan, backend: str) -> tu
                         f"{backend} {family} {table.name} {chain.name}: {ahead} foreign rules run "
                         "before the capture"
                     )
-    for base in have.base_chains:
-        if _runs_before(base.type, base.priority, base.rules, base.table):
-            found.append(
-                f"nftables {base.family} {base.table} {base.name}: {base.rules} foreign rules at "
-                f"priority {base.priority} of {base.hook} translate before the capture"
-            )
+    found += (
+        f"nftables {base.family} {base.table} {base.name}: {base.rules} foreign rules at "
+        f"priority {base.priority} of {base.hook} translate before the capture"
+        for base in have.base_chains
+        if _runs_before(base.type, base.priority, base.rules, base.table)
+    )
     return tuple(found) if captures(have) else ()
 
 

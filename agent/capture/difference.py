@@ -68,7 +68,12 @@ def _chains(
 ) -> Iterator[Difference]:
     loaded = have.rules if have else ()
     wanted = want.rules if want else ()
-    if owned.is_capture_chain(name) and not wanted and not loaded and (have is None) != (want is None):
+    if (
+        owned.is_capture_chain(name)
+        and not wanted
+        and not loaded
+        and (have is None) != (want is None)
+    ):
         sign = "+" if have is None else "-"
         yield Difference(**place, chain=name, sign=sign, text=f"chain {name}")
     blocks = SequenceMatcher(None, loaded, wanted, autojunk=False).get_matching_blocks()

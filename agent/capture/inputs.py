@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from agent.kernel import resolvconf, routing
 from agent.kernel.netns import Netns
 from agent.model.errors import EnvironmentLacks, InvalidSettings
-from agent.model.settings import FALSE_WORDS, TRUE_WORDS, Settings, parse
+from agent.model.settings import Settings, parse
+from agent.model.values import FALSE_WORDS, TRUE_WORDS
 
 AUTO = "auto"
 
@@ -71,7 +72,7 @@ def _proxy_user(name: str, names: SystemNames) -> str:
 
 
 def _ipv6(values: dict[str, object], target: Target | None) -> routing.Ipv6State | None:
-    """Turn `auto` into true or false: a namespace that has IPv6, or may get it, is captured in it."""
+    """Turn `auto` into true or false: true where the namespace has IPv6 or may get it."""
     state = None if target is None else target.netns.run(routing.read_ipv6)
     if values.get("enable_ipv6", AUTO) == AUTO:
         on = state is None or state.addressed or state.enabled

@@ -1,7 +1,7 @@
 """What must be remembered of a capture while it stands: its settings, and what was there before.
 
-One file a namespace, named after its cookie, which the kernel gives to no other until reboot. A lost
-record does no harm: rules are then recognised by name and shape alone.
+One file a namespace, named after its cookie, which the kernel gives to no other until reboot. A
+lost record does no harm: rules are then recognised by name and shape alone.
 """
 
 import contextlib
@@ -90,7 +90,9 @@ def _encode(record: Record) -> dict[str, Any]:
         "settings": dict(record.settings),
         "backend": record.backend,
         "before": {
-            "shells": sorted([family, table, chain] for family, table, chain in record.before.shells),
+            "shells": sorted(
+                [family, table, chain] for family, table, chain in record.before.shells
+            ),
             "routes": [_encode_route(route) for route in record.before.routes],
         },
     }

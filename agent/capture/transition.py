@@ -1,10 +1,11 @@
 """From one state of a namespace to another: all of it, or back to where it was.
 
-The order is chosen so that traffic never finds a gap: what routing needs comes first, then the rules
-of the backend that gains some, then the removal from the others, then routes that nobody needs any
-more. Where that takes more than one atomic write, a guard stands meanwhile: it drops new connections
-(their first packets are sent again) and leaves established ones alone. A process that is killed on
-the way leaves the guard, so the namespace is closed and not half open; the next run takes it away.
+The order is chosen so that traffic never finds a gap: what routing needs comes first, then the
+rules of the backend that gains some, then the removal from the others, then routes that nobody
+needs any more. Where that takes more than one atomic write, a guard stands meanwhile: it drops new
+connections (their first packets are sent again) and leaves established ones alone. A process that
+is killed on the way leaves the guard, so the namespace is closed and not half open; the next run
+takes it away.
 """
 
 from collections import Counter
@@ -47,7 +48,9 @@ def run(
         return False
     stages = [(have, want)]
     if registry.GUARD in have.loaded or _needs_guard(todo):
-        families = tuple({**dict.fromkeys(guard.families(have)), **dict.fromkeys(guard.families(want))})
+        families = tuple(
+            {**dict.fromkeys(guard.families(have)), **dict.fromkeys(guard.families(want))}
+        )
         guarded_have = with_guard(session, have, families)
         guarded_want = with_guard(session, want, families)
         stages = [(have, guarded_have), (guarded_have, guarded_want), (guarded_want, want)]
@@ -113,7 +116,9 @@ def _verify(session: Session, wanted: NamespaceState) -> None:
     """Read everything back. A tool's word that it has done a thing proves nothing."""
     found = observe(session)
     if not same(found, wanted):
-        raise KernelRejected("what was loaded reads back differently; see `check` for the difference")
+        raise KernelRejected(
+            "what was loaded reads back differently; see `check` for the difference"
+        )
 
 
 def _roll_back(session: Session, before: NamespaceState, cause: BaseException) -> NoReturn:

@@ -39,9 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings_for(raw, None)  # bad input is refused before anything is opened
     with opened(arguments.netns) as target:
         settings = settings_for(raw, target)
-        done = apply(
-            target.netns, settings, backend=arguments.backend, dry_run=arguments.dry_run
-        )
+        done = apply(target.netns, settings, backend=arguments.backend, dry_run=arguments.dry_run)
     report(target, done, arguments, done_word="captured", already="already captured so")
     return 0
 

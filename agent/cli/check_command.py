@@ -1,4 +1,4 @@
-"""Tell whether a namespace is captured as it should be: rules, their order, routes, both families."""
+"""Tell whether a namespace is captured as it should be: every rule, its order, and the routes."""
 
 import argparse
 from dataclasses import asdict
@@ -57,8 +57,10 @@ def _print(target: Target, report: Report, arguments: argparse.Namespace) -> Non
         print(f"{target.name}: {output.paint('in sync', output.GREEN)} ({report.backend})")
     else:
         count = len(report.differences) + len(report.foreign)
-        print(f"{target.name}: {output.paint(f'{count} differences', output.RED)} "
-              f"({report.backend}); `intercept-agent apply` puts it right")
+        print(
+            f"{target.name}: {output.paint(f'{count} differences', output.RED)} "
+            f"({report.backend}); `intercept-agent apply` puts it right"
+        )
 
 
 def to_json(target: Target, report: Report) -> dict[str, object]:

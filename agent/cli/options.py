@@ -270,4 +270,3 @@ def _known_keys(found: Mapping[str, object], path: str) -> Mapping[str, object]:
     if problems:
         raise InvalidSettings(tuple(problems))
     return found
-

@@ -1,4 +1,4 @@
-"""Print what would be programmed. Needs no privileges; with --netns, the difference to what is loaded."""
+"""Print what would be programmed, without privileges; with --netns, what would change there."""
 
 import argparse
 from dataclasses import asdict

@@ -1,5 +1,10 @@
 """Walk one packet through the loaded rules."""
+
 import argparse
-EXAMPLES=""
+
+EXAMPLES = ""
+
+
 def add_options(parser: argparse.ArgumentParser) -> None: ...
-def run(arguments: argparse.Namespace) -> int: return 3
+def run(arguments: argparse.Namespace) -> int:
+    return 3

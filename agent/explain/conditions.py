@@ -15,7 +15,7 @@ from agent.explain.host import Host
 from agent.formats.iptables_save import render_spec
 from agent.model.packet import Address, Hit, Packet
 from agent.model.ruleset import BASIC, Match, Option, Rule
-from agent.model.settings import Span
+from agent.model.values import Span
 
 # ip_local_port_range as the kernel sets it: where the source port of a packet is when nobody says.
 EPHEMERAL = Span(32768, 60999)

@@ -15,7 +15,7 @@ from agent.explain.conditions import masked, number, span
 from agent.explain.host import Host, loopback
 from agent.model.packet import Address, Packet, Tracking
 from agent.model.ruleset import Target
-from agent.model.settings import Span
+from agent.model.values import Span
 
 
 class Ends(Enum):

@@ -27,7 +27,7 @@ from agent.explain.effects import Effect, Ends, Place, effect, is_passive
 from agent.explain.host import LOOPBACK, LOOPBACK_NETWORKS, Host
 from agent.explain.journal import Journal, reason
 from agent.model.packet import Hit, Kind, Packet, Step, Trace, Tracking
-from agent.model.ruleset import Rule, Target
+from agent.model.ruleset import Family, Rule, Target
 
 __all__ = ["MAX_BRANCHES", "MAX_RULES", "Layer", "walk"]
 
@@ -175,6 +175,9 @@ class _Walk:
         if route.interface == LOOPBACK:
             branch.hook = "INPUT"
             return True
+        if branch.tproxy_port:  # ip_forward drops what belongs to a socket
+            why = f"no route brings {packet.destination} with mark {packet.mark:#x} to TPROXY"
+            return self._lost(branch, why)
         if not host.forwarding:
             why = f"{packet.destination} is no address of this namespace, which does not forward"
             return self._lost(branch, why)
@@ -199,8 +202,10 @@ class _Walk:
         route = self._host.lookup(packet.destination, packet.mark)
         if route is None:
             return self._lost(branch, f"there is no route to {packet.destination}")
-        from_loopback = packet.source is not None and packet.source in LOOPBACK_NETWORKS[0]
-        if from_loopback and route.interface != LOOPBACK and not self._host.route_localnet:
+        # Of ::1 every receiver drops the packet; of 127.0.0.0/8 already the route is refused.
+        from_loopback = any(packet.source in net for net in LOOPBACK_NETWORKS if packet.source)
+        allowed = packet.family is Family.IPV4 and self._host.route_localnet
+        if from_loopback and route.interface != LOOPBACK and not allowed:
             return self._lost(branch, f"{packet.source} may not leave by {route.interface}")
         if route.interface != branch.route:
             branch.route = route.interface

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.formats import pod
+from agent.formats import pod as pod
 from agent.model.errors import InvalidSettings
 
 MAX_BYTES = 4 * 1024 * 1024

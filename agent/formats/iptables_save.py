@@ -1,8 +1,8 @@
 """The text of iptables-save, both dialects, to the rule model and back.
 
 What is not understood is kept: an option that nobody here knows, with any number of values, goes
-through unchanged. The text of a parsed rule is therefore the text that was read, which is what makes
-deleting a foreign rule by value possible.
+through unchanged. The text of a parsed rule is therefore the text that was read, which is what
+makes deleting a foreign rule by value possible.
 
 The only parts of a line that carry structure are `-A`, `-m`, `-j`, `-g`, `!` and the basic
 conditions; every other word starting with `-` begins an option and the words behind it are its
@@ -245,9 +245,8 @@ def render(ruleset: Ruleset, *, builtin: bool = True) -> str:
     for table in ruleset.tables:
         lines.append(f"*{table.name}")
         names = BUILTIN_CHAINS.get(table.name, ())
-        for chain in table.chains:
-            if builtin or chain.name not in names:
-                lines.append(f":{chain.name} {chain.policy or '-'} [0:0]")
+        declared = (c for c in table.chains if builtin or c.name not in names)
+        lines += (f":{chain.name} {chain.policy or '-'} [0:0]" for chain in declared)
         for chain in table.chains:
             lines += (render_rule(chain.name, rule) for rule in chain.rules)
         lines.append("COMMIT")

@@ -32,6 +32,7 @@ from agent.model.ruleset import (
     ruleset_of,
     sort_chains,
 )
+from agent.model.state import BaseChain
 
 Json = Mapping[str, object]
 
@@ -40,20 +41,6 @@ FOREIGN_TABLE = "nft"  # stands for what lies in our table and belongs to no cha
 
 class NftJsonError(ValueError):
     """The document is not what libnftables prints."""
-
-
-@dataclass(frozen=True, slots=True)
-class BaseChain:
-    """A chain attached to a hook, of any owner. Lower priorities see a packet earlier."""
-
-    family: str
-    table: str
-    name: str
-    type: str
-    hook: str
-    priority: int
-    policy: str
-    rules: int
 
 
 def base_chains(document: object) -> list[BaseChain]:

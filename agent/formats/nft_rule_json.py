@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from agent.formats.nft_shape import ALL_BITS, CT_STATES, PROTOCOLS, model_place
 from agent.model.ruleset import BASIC, Family, Match, Option, Target, match, target
-from agent.model.settings import address_text, network_text
+from agent.model.values import address_text, network_text
 
 ALL_STATES = sum(CT_STATES.values())
 # Names as iptables-save has them, by number and by every spelling of nft.
@@ -72,16 +72,16 @@ def _id(value: object) -> str | None:
 
 
 def _elements(value: object) -> list[object] | None:
-    """Return the elements of an anonymous set, which newer versions may wrap one by one."""
+    """Return the elements of an anonymous set."""
     if not isinstance(value, dict) or set(value) != {"set"}:
         return None
-    inner = value["set"]
-    return inner if isinstance(inner, list) else [inner]
+    return value["set"] if isinstance(value["set"], list) else [value["set"]]
 
 
 def _port_list(value: object) -> str | None:
     ports = [_port(element) for element in _elements(value) or ()]
-    return None if None in ports or not ports else ",".join(port for port in ports if port)
+    known = [port for port in ports if port]
+    return ",".join(known) if known and known == ports else None
 
 
 def _network(family: Family, value: object) -> str | None:
@@ -101,11 +101,8 @@ def _network(family: Family, value: object) -> str | None:
 
 
 def _interface(value: object) -> str | None:
-    """Return the name, with the wildcard of nft (`*`) as that of iptables (`+`), if it is the last.
-
-    A name that holds such a character itself is nothing that we write.
-    """
-    if not isinstance(value, str) or not re.fullmatch(r"[^*+\\\\]+\*?", value):
+    """Return the name; a last `*` is iptables' `+`. A name with either in it is none of ours."""
+    if not isinstance(value, str) or not re.fullmatch(r"[^*+\\]+\*?", value):
         return None
     return f"{value[:-1]}+" if value.endswith("*") else value
 
@@ -262,30 +259,29 @@ class _Matches:
             self._basic.append(Option("-p", (protocol,)))
 
     def _append(self, module: str, option: Option) -> None:
-        last = self._matches[-1] if self._matches else None
-        if last is not None and (joined := _join(last, module, option)) is not None:
-            self._matches[-1] = joined
-        else:
-            self._matches.append(Match(module, (option,)))
+        self._matches[-1:] = _joined(self._matches[-1:], module, option)
 
 
 # Two options of one module in the order in which iptables-save prints them.
 _PAIRS = (("--sport", "--dport"), ("--uid-owner", "--gid-owner"))
 
 
-def _join(last: Match, module: str, option: Option) -> Match | None:
-    """Return the match that holds `last` and one more option, None if they stay apart."""
-    before = last.options[-1]
-    if last.module == module and (before.name, option.name) in _PAIRS:
-        return Match(module, (*last.options, option))
-    if module not in ("tcp", "udp") or not (option.negated and before.negated):
-        return None
-    # Negated ports of one field in a row are how nft_text writes a negated list.
-    listed = last.module == "multiport" and before.name == f"{option.name}s"
-    if listed or last == Match(module, (Option(option.name, before.values, True),)):
-        ports = f"{before.values[0]},{option.values[0]}"
-        return Match("multiport", (Option(f"{option.name}s", (ports,), True),))
-    return None
+def _joined(last: Sequence[Match], module: str, option: Option) -> list[Match]:
+    """Return the last match, if there is one, and one more option of `module` as matches."""
+    if not last:
+        return [Match(module, (option,))]
+    before, listed = last[0].options[-1], f"{option.name}s"
+    if last[0].module == module and (before.name, option.name) in _PAIRS:
+        return [Match(module, (*last[0].options, option))]
+    if module in ("tcp", "udp") and option.negated and before.negated:
+        # Negated ports of one field in a row are how nft_text writes a negated list.
+        ports = Option(listed, (f"{before.values[0]},{option.values[0]}",), True)
+        if last[0].module == "multiport" and before.name == listed:
+            return [Match("multiport", (ports,))]
+        if last[0].module == module and before.name == option.name:
+            others = last[0].options[:-1]
+            return [*([Match(module, others)] if others else ()), Match("multiport", (ports,))]
+    return [*last, Match(module, (option,))]
 
 
 # --- targets -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agent.model.errors import InvalidSettings
-from agent.model.settings import FALSE_WORDS, TRUE_WORDS
+from agent.model.values import FALSE_WORDS, TRUE_WORDS
 
 TRAFFIC = "traffic.sidecar.istio.io/"
 MODE = "sidecar.istio.io/interceptionMode"

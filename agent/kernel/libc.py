@@ -1,4 +1,4 @@
-"""The few calls of the C library that Python has no name for, each raising OSError with its errno."""
+"""The few C library calls that Python has no name for, each raising OSError with its errno."""
 
 import ctypes
 import os

@@ -38,7 +38,7 @@ def namespace_lock(netns: NetnsId, *, timeout_s: float = 30.0) -> Iterator[int]:
         _wait(
             lambda: fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request),
             timeout_s,
-            f"another run is changing this namespace and did not end within {timeout_s:.0f} seconds",
+            f"another run is changing this namespace and did not end in {timeout_s:.0f} seconds",
         )
         yield fd
     finally:

@@ -2,7 +2,8 @@
 
 The thread that does setns never returns to a pool, because a failed setns back would leave a
 poisoned worker. What it makes (a netlink socket, a libnftables context) may be handed out; nothing
-that lives on may be started in it, since threads and children stay in the pod and pin its namespace.
+that lives on may be started in it, since threads and children stay in the pod and pin its
+namespace.
 """
 
 import contextlib

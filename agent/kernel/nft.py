@@ -68,7 +68,9 @@ def missing() -> str | None:
     try:
         libnftables.load()
     except EnvironmentLacks as error:
-        return None if tools.find("nft") else f"{error}, and nft is not installed (package nftables)"
+        return (
+            None if tools.find("nft") else f"{error}, and nft is not installed (package nftables)"
+        )
     return None
 
 

@@ -38,7 +38,7 @@ def servers(path: Path) -> tuple[str, ...]:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise EnvironmentLacks(
-            f"cannot read the name servers from {path}: {error.strerror}; name them by --dns-servers"
+            f"cannot read name servers from {path}: {error.strerror}; give them by --dns-servers"
         ) from error
     found = []
     for line in lines:

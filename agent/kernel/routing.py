@@ -25,7 +25,7 @@ IPV6_CONF = Path("/proc/sys/net/ipv6/conf")
 
 
 def read_routes() -> tuple[Route, ...]:
-    """Return what could belong to a capture: fwmark rules, local default routes, addresses on lo."""
+    """Return what could be a capture's: fwmark rules, local default routes, addresses on lo."""
     from pyroute2 import IPRoute  # costs 100 ms and 20 MB, so only where routes are needed
 
     with IPRoute() as ipr:
@@ -71,9 +71,9 @@ def _policy_rules(ipr: "IPRoute", family: Family) -> Iterable[PolicyRule]:
 def _local_routes(ipr: "IPRoute", family: Family, lo: int) -> Iterable[LocalRoute]:
     for message in ipr.get_routes(family=AF[family], type=RTN_LOCAL):
         attributes = dict(message["attrs"])
-        if message["type"] == RTN_LOCAL and message["dst_len"] == 0 and "RTA_DST" not in attributes:
-            if attributes.get("RTA_OIF") == lo:
-                yield LocalRoute(family, attributes.get("RTA_TABLE", message["table"]))
+        everything = message["dst_len"] == 0 and message["type"] == RTN_LOCAL
+        if everything and attributes.get("RTA_OIF") == lo:
+            yield LocalRoute(family, attributes.get("RTA_TABLE", message["table"]))
 
 
 def _addresses(ipr: "IPRoute", lo: int) -> Iterable[LoopbackAddress]:

@@ -3,7 +3,8 @@
 python-iptables is kept in a process of its own because it is not thread-safe (four threads in four
 namespaces crashed each time), caches tables by name across namespaces (a pod's rule landed in
 another pod), moves file descriptor 1 about and may exit the process. Here it runs single-threaded:
-one job enters a namespace, takes the xtables lock, refreshes, edits, commits once a table, refreshes.
+one job enters a namespace, takes the xtables lock, refreshes, edits, commits once a table,
+refreshes.
 
 A compiled rule depends on its text and family alone, and pods hold the same rules, so the worker
 keeps compiled rules: building one through ctypes costs about 0.2 ms, a copy nothing.
@@ -37,7 +38,8 @@ JOB_TIMEOUT_S = 20.0
 # A job is a list of operations on tables; a value is JSON:
 #   {"version": 4|6, "table": "nat", "ops": [["new", chain] | ["flush", chain] | ["drop", chain]
 #     | ["delete", chain, RULE] | ["insert", chain, zero-based position or -1 for the end, RULE]]}
-# RULE is {"matches": [[module, [[name, [values], negated], ...]], ...], "target": [name, goto, [..]]}
+# RULE is {"matches": [[module, [[name, [values], negated], ...]], ...], "target": [name, goto,
+# [..]]}
 Job = list[dict[str, Any]]
 
 

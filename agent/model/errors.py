@@ -1,7 +1,8 @@
 """Every error that is raised on purpose, and the exit code that the command line gives it.
 
-Each leaf answers one question for the caller: was anything touched? Codes are those of the contract:
-2 bad input, 3 the environment lacks something, 4 the kernel refused part way and all was rolled back.
+Each leaf answers one question for the caller: was anything touched? Codes are those of the
+contract: 2 bad input, 3 the environment lacks something, 4 the kernel refused part way and all was
+rolled back.
 """
 
 from typing import ClassVar
@@ -14,7 +15,7 @@ class AgentError(Exception):
 
 
 class InvalidSettings(AgentError):
-    """The input is wrong; nothing was touched. `problems` holds every mistake, one sentence each."""
+    """The input is wrong; nothing was touched. `problems` has a sentence for every mistake."""
 
     exit_code = 2
 
@@ -55,6 +56,6 @@ class RolledBack(AgentError):
 
 
 class RollbackFailed(AgentError):
-    """A change failed and undoing it failed too; the guard was left in place, so nothing escapes."""
+    """A change failed and undoing it failed too; the guard was left, so that nothing escapes."""
 
     exit_code = 4

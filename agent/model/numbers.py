@@ -28,5 +28,6 @@ PASSTHROUGH_V6 = "::6/128"
 LOOPBACK_V4 = "127.0.0.1/32"
 LOOPBACK_V6 = "::1/128"
 
-# iptables-restore 1.8.9 takes at most 49 matches of one kind in one rule before its parser gives up.
+# iptables-restore 1.8.9 takes at most 49 matches of one kind in one rule before its parser gives
+# up.
 MAX_MATCHES_PER_RULE = 49

@@ -1,8 +1,8 @@
 """Which of the loaded rules belong to a capture, whoever loaded them, and what is left without.
 
-Chains named ISTIO_* and every rule that jumps to one are a capture's. Besides, versions of Istio put
-rules straight into built-in chains, where no name tells (kernel fact 12): those are known by their
-shape, or exactly, where it is known which settings were applied here.
+Chains named ISTIO_* and every rule that jumps to one are a capture's. Besides, versions of Istio
+put rules straight into built-in chains, where no name tells (kernel fact 12): those are known by
+their shape, or exactly, where it is known which settings were applied here.
 
 Nothing here reads or writes; a foreign rule is never changed, moved or dropped.
 """

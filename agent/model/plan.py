@@ -22,7 +22,8 @@ from agent.model.ruleset import (
     ruleset_of,
     target,
 )
-from agent.model.settings import MAX_PORT, Network, Settings, Span, address_text, network_text
+from agent.model.settings import Settings
+from agent.model.values import MAX_PORT, Network, Span, address_text, network_text
 
 OUTPUT_GROUPS = "ISTIO_OUTPUT_GROUPS"
 
@@ -47,7 +48,7 @@ class PolicyRule:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LocalRoute:
-    """A default route of type local through lo: whatever is routed by the table is delivered here."""
+    """A local default route through lo: whatever the table routes is delivered here."""
 
     family: Family
     table: int
@@ -173,8 +174,8 @@ def _inbound(rules: _Rules, settings: Settings, family: Family) -> None:
     if include.everything:
         for port in settings.inbound_ports_exclude:
             rules.add(table, "ISTIO_INBOUND", RETURN, tcp, tcp_port(port))
-    for port in (None,) if include.everything else include.items:
-        condition = tcp_port(port) if port else None
+    conditions = (None,) if include.everything else tuple(tcp_port(p) for p in include.items)
+    for condition in conditions:
         if settings.tproxy:
             known = match("conntrack", "--ctstate", "RELATED,ESTABLISHED")
             rules.add(table, "ISTIO_INBOUND", DIVERT, tcp, condition, known)
@@ -302,7 +303,7 @@ def _tproxy(rules: _Rules, settings: Settings, family: Family) -> None:
     tcp = basic(protocol="tcp")
     mark = settings.inbound_tproxy_mark
     whole_mark = f"{mark:#x}/0xffffffff"
-    any_address = "0.0.0.0" if family is Family.IPV4 else "::"  # noqa: S104
+    any_address = "0.0.0.0" if family is Family.IPV4 else "::"
     port = str(settings.inbound_capture_port)
     capture = target("TPROXY", on_port=port, on_ip=any_address, tproxy_mark=whole_mark)
     marked = match("mark", "--mark", f"{mark:#x}")

@@ -15,6 +15,8 @@ from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, Namespace
 PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6)
 ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
 
+NO_PLAN = CapturePlan({})
+
 Shell = tuple[Family, str, str]
 """A built-in chain of iptables-nft: family, table, chain."""
 
@@ -31,13 +33,11 @@ class Before:
 class Known:
     """What is known of an earlier capture here: its plan, and what was there before it."""
 
-    plan: CapturePlan = CapturePlan({})
+    plan: CapturePlan = NO_PLAN
     before: Before | None = None
 
 
-def captured(
-    have: NamespaceState, plan: CapturePlan, backend: str, known: Known
-) -> NamespaceState:
+def captured(have: NamespaceState, plan: CapturePlan, backend: str, known: Known) -> NamespaceState:
     """Return the namespace with exactly this capture in it, loaded by `backend`."""
     base = _others(have, (known.plan, plan), known.before)
     rulesets: Rulesets = plan.rulesets
@@ -73,7 +73,11 @@ def before_of(have: NamespaceState) -> Before:
         rest = owned.foreign(ruleset)
         for table in ruleset.tables:
             left = rest.table(table.name)
-            if left is None or left == table or any(c.rules or c.policy is None for c in left.chains):
+            if (
+                left is None
+                or left == table
+                or any(c.rules or c.policy is None for c in left.chains)
+            ):
                 shells |= {(family, table.name, chain) for chain in _untouched(table, left)}
     routes = tuple(r for r in have.routes if _is_ours(r, _policies(have, ())))
     captured_before = any(
@@ -125,8 +129,11 @@ def _without_shells(ruleset: Ruleset, kept: frozenset[Shell]) -> Ruleset:
     tables = []
     for table in ruleset.tables:
         builtin = BUILTIN_CHAINS.get(table.name, ())
-        chains = tuple(c for c in table.chains if not _is_shell(c, builtin)
-                       or (ruleset.family, table.name, c.name) in kept)
+        chains = tuple(
+            c
+            for c in table.chains
+            if not _is_shell(c, builtin) or (ruleset.family, table.name, c.name) in kept
+        )
         if chains:
             tables.append(replace(table, chains=chains))
     return replace(ruleset, tables=tuple(tables))

@@ -5,10 +5,14 @@ answers (which Envoy listeners forwarded the request, whom the server saw) and f
 own counters moved; the two must agree.
 """
 
+import concurrent.futures
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self
 
 import pytest
 
@@ -18,10 +22,13 @@ from tests.support.envoy import INBOUND, OUTBOUND, Counters
 from tests.support.pod import APP_PORT, APP_UID, OUTSIDE_PORT, PEER, POD, Answer, Pod
 
 BACKENDS = ("iptables-legacy", "iptables-nft", "nftables")
+REPLACEMENTS = tuple(pairwise((*BACKENDS, BACKENDS[0])))
+OTHER_SETTINGS = ("--istio-service-exclude-cidr", "192.0.2.0/24,2001:db8::/32")
 MODES = ("REDIRECT", "TPROXY")
 
 # 250 per direction and family: 1,000 requests a configuration.
 REQUESTS = 250
+BATCH = 20
 SHORT_S = 0.5  # for connections that nobody answers
 PROXY_UID = numbers.PROXY_ID
 
@@ -226,6 +233,56 @@ def test_tproxy_can_show_the_app_its_clients_own_address(backend: str) -> None:
             answers = pod.call_from_peer(POD[version], APP_PORT)
             assert summary(answers) == {("app", PEER[version], (INBOUND,)): 1}
             assert moved.counters() == IN_ONCE
+
+
+@pytest.mark.parametrize(("backend", "other"), REPLACEMENTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_no_request_escapes_or_is_lost_while_the_capture_is_replaced(
+    mode: str, backend: str, other: str
+) -> None:
+    with Pod(mode=mode) as pod:
+        pod.capture(backend)
+        with Traffic(pod) as traffic:
+            pod.capture(backend, *OTHER_SETTINGS)
+            pod.capture(other)
+            pod.capture(backend)
+        assert set(summary(traffic.outbound)) == {
+            ("outside", POD[version], (OUTBOUND,)) for version in (4, 6)
+        }
+        assert set(summary(traffic.inbound)) == {
+            ("app", PASSTHROUGH[version], (INBOUND,)) for version in (4, 6)
+        }
+
+
+class Traffic:
+    """Requests both ways over both families, without a pause for as long as the block lasts."""
+
+    def __init__(self, pod: Pod) -> None:
+        self.outbound: list[Answer] = []
+        self.inbound: list[Answer] = []
+        self._pod = pod
+        self._enough = threading.Event()
+        self._threads = concurrent.futures.ThreadPoolExecutor(max_workers=2)
+
+    def __enter__(self) -> Self:
+        self._senders = [self._threads.submit(self._send_out), self._threads.submit(self._send_in)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._threads.shutdown()
+        for sender in self._senders:
+            sender.result()
+
+    def _send_out(self) -> None:
+        while not self._enough.is_set():
+            for version in (4, 6):
+                self.outbound += self._pod.call(PEER[version], OUTSIDE_PORT, count=BATCH)
+
+    def _send_in(self) -> None:
+        while not self._enough.is_set():
+            for version in (4, 6):
+                self.inbound += self._pod.call_from_peer(POD[version], APP_PORT, count=BATCH)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

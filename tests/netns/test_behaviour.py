@@ -15,20 +15,9 @@ from random import Random
 import pytest
 
 from agent.model.settings import KEYS, parse
-from tests.support.behaviour import (
-    CAPTURE_PORTS,
-    HOSTS,
-    PATIENT_S,
-    PROBES,
-    Outcome,
-    Probe,
-    Raw,
-    Table,
-    World,
-    probe,
-    world,
-)
-from tests.support.behaviour_cases import APPS, CASES, EVERYTHING, Case
+from tests.support.behaviour import PATIENT_S, Outcome, Raw, Table, World, world
+from tests.support.behaviour_cases import CASES, EVERYTHING, Case
+from tests.support.behaviour_cast import HOSTS, PROBES, Probe, probe
 from tests.support.behaviour_programs import BACKENDS, Direct, program
 from tests.support.behaviour_settings import random_settings
 from tests.support.netns import inside
@@ -216,13 +205,17 @@ def test_report_43_proxy_may_use_other_loopback_addresses_if_told(pod: World) ->
 def test_report_44_proxy_under_tproxy_calls_the_app_as_the_client(
     pod: World, version: str, mark: int
 ) -> None:
-    """It takes the client's address and the mark; the app's answers must find back, and no loop."""
+    """It takes the client's address and the mark; the app's answers must find back, and no loop.
+
+    The proxy is root with the group 1337, as Istio runs it under TPROXY. As user 1337 it would be
+    bounced by the nat rule for calls to itself, which knows no mark.
+    """
     pod.capture(TPROXY | {"inbound_tproxy_mark": mark})
     client = HOSTS[f"peer{version}"]
     inbound = pod.meet(f"peer>own{version}:8080")
     assert inbound[::2] == ("proxy:15006", client)
     pod.served()
-    onward = pod.meet(f"proxy>own{version}:8080", source=client, transparent=True, mark=mark)
+    onward = pod.meet(f"envoy>own{version}:8080", source=client, transparent=True, mark=mark)
     assert onward[::2] == ("app:8080", client)
     assert pod.served() == {"app:8080": 1}
 

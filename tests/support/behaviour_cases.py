@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.support.behaviour import PROBES, Outcome, Probe, Raw, Table
+from tests.support.behaviour import Outcome, Raw, Table
+from tests.support.behaviour_cast import PROBES, Probe
 from tests.support.behaviour_node import endpoint
 
 # Senders whose outbound traffic is captured, and those of them that run as the proxy's user.
@@ -19,7 +20,7 @@ PROXIES = "(proxy|uidonly)"
 UNANSWERED = ("refused", "no-source")
 
 Answers = tuple[tuple[str, str], ...]
-"""Pairs of a listener and an expression that matches whole names of probes; the first one counts."""
+"""Pairs of a listener and an expression for whole names of probes; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

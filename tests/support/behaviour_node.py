@@ -134,6 +134,8 @@ class Node:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if sock.family == socket.AF_INET6:
             sock.setsockopt(SOL_IPV6, socket.IPV6_V6ONLY, 1)
+        if spec.get("transparent"):
+            make_transparent(sock)
         sock.bind((spec["host"], spec["port"]))
         serve = self._accept if spec["proto"] == "tcp" else self._answer_datagram
         if spec["proto"] == "tcp":
@@ -187,6 +189,8 @@ class Node:
         for sock in itertools.chain.from_iterable(self._listeners.values()):
             if sock.getsockname()[1] in ports:
                 make_transparent(sock, on=on)
+        for spec in itertools.chain.from_iterable(self._specs.values()):
+            spec["transparent"] = on and spec["port"] in ports
 
     def do_served(self) -> dict[str, int]:
         """Return how often each listener was reached since the last time, and start anew."""

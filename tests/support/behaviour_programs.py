@@ -1,23 +1,31 @@
 """The ways to program a capture that the behaviour tests compare.
 
-`Command` is the agent as a user runs it. `Direct` does without: it loads what `plan` says with the
-tools themselves, and so shows whether a difference is in the rules or in the agent.
+`Command` is the agent as a user runs it, `Applied` the same without the start of an interpreter.
+`Direct` does without the agent: it loads what `plan` says with the tools themselves, and so shows
+whether a difference is in the rules or in the way they get there.
 """
 
+import contextlib
 import json
+import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from agent.capture import apply
 from agent.formats import iptables_save, nft_text
+from agent.kernel import netns
 from agent.model.plan import CapturePlan, LocalRoute, LoopbackAddress, PolicyRule, Route, plan
 from agent.model.ruleset import BUILTIN_CHAINS, Family
 from agent.model.settings import parse
 from tests.support.behaviour import Program, Raw
-from tests.support.netns import inside, run
+from tests.support.netns import inside, path_of, run
 
 BACKENDS = ("iptables-legacy", "iptables-nft", "nftables")
 ROOT = Path(__file__).parents[2]
 TABLE = "intercept"
+STATE = "INTERCEPT_STATE_DIR"
 
 
 class Direct:
@@ -79,6 +87,22 @@ def _undo(route: Route) -> tuple[str, ...]:
             return (*ip, "addr", "del", network, "dev", "lo")
 
 
+class Applied:
+    """The agent's use cases `apply` and `remove`, called in this process."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def apply(self, namespace: str, raw: Raw) -> None:
+        """Apply to the namespace as it is, whatever an earlier test left there of ours."""
+        with netns.Netns.open(path_of(namespace)) as opened, _own_state():
+            apply.apply(opened, parse(raw), backend=self._backend)
+
+    def clear(self, namespace: str) -> None:
+        with netns.Netns.open(path_of(namespace)) as opened, _own_state():
+            apply.remove(opened)
+
+
 class Command:
     """The agent's own command line: `apply` and `remove`."""
 
@@ -86,9 +110,8 @@ class Command:
         self._backend = backend
 
     def apply(self, namespace: str, raw: Raw) -> None:
-        """Run `apply`; `raw` is complete, so nothing is taken from the machine's own files."""
-        complete = {"enable_ipv6": False, "dns_servers_v4": "", "dns_servers_v6": "", **raw}
-        document = json.dumps(complete)  # JSON is YAML
+        """Run `apply` with complete settings, so that nothing comes from the machine's own files."""
+        document = json.dumps({**DEFAULTS, **raw})  # JSON is YAML
         arguments = ("--backend", self._backend, "--settings", "/dev/stdin")
         self._run("apply", "--netns", namespace, *arguments, stdin=document)
 
@@ -98,9 +121,35 @@ class Command:
     def _run(self, *arguments: str, stdin: str | None = None) -> None:
         search = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
         start = f"{search}; from agent.cli.main import main; sys.exit(main())"
-        run(sys.executable, "-c", start, *arguments, stdin=stdin)
+        with _own_state():
+            run(sys.executable, "-c", start, *arguments, stdin=stdin)
+
+
+DEFAULTS: Raw = {
+    "proxy_uid": "1337",
+    "proxy_gid": "1337",
+    "enable_ipv6": False,
+    "dns_servers_v4": "",
+    "dns_servers_v6": "",
+}
+
+
+@contextlib.contextmanager
+def _own_state() -> Iterator[None]:
+    """Keep what the agent remembers of the tests' namespaces out of the machine's own state."""
+    before = os.environ.get(STATE)
+    os.environ[STATE] = str(Path(tempfile.gettempdir()) / f"it-behaviour-{os.getpid()}")
+    try:
+        yield
+    finally:
+        os.environ.pop(STATE)
+        if before is not None:
+            os.environ[STATE] = before
+
+
+PROGRAMS = {"direct": Direct, "applied": Applied, "command": Command}
 
 
 def program(backend: str) -> Program:
-    """Return how the tests program a backend: `Direct` or, one line away, `Command`."""
-    return Direct(backend)
+    """Return how the tests program a backend; INTERCEPT_BEHAVIOUR_PROGRAM names another way."""
+    return PROGRAMS[os.environ.get("INTERCEPT_BEHAVIOUR_PROGRAM", "direct")](backend)

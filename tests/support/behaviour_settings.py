@@ -7,7 +7,7 @@ make a rule that no test can see. The same random numbers give the same settings
 from collections.abc import Sequence
 from random import Random
 
-from tests.support.behaviour import HOSTS
+from tests.support.behaviour_cast import HOSTS
 
 PORTS = ("80", "443", "3306", "53", "7777", "8080", "9090", "9091", "15008", "15021", "15006")
 RANGES = ("80-443", "8000:9090", "1-65535", "0-65535", "0-79", "15000-15099", "9091-9091")

@@ -20,7 +20,10 @@ WIRE = Path(__file__).with_name("wire.py")
 USERS = ((0, 0), (1000, 1000), (1337, 1337), (1000, 1337), (1337, 3000), (2000, 3000))
 
 LINKS = {
-    "eth0": (("10.77.0.2/24", "10.77.0.3/24", "fd77::2/64", "fd77::3/64"), ("10.77.0.1/24", "fd77::1/64")),
+    "eth0": (
+        ("10.77.0.2/24", "10.77.0.3/24", "fd77::2/64", "fd77::3/64"),
+        ("10.77.0.1/24", "fd77::1/64"),
+    ),
     "net1": (("10.78.0.2/24", "fd78::2/64"), ("10.78.0.1/24", "fd78::1/64")),
 }
 ROUTES = (
@@ -29,11 +32,19 @@ ROUTES = (
     ("::/0", "fd77::1", "eth0"),
     ("fd99::/16", "fd78::1", "net1"),
 )
+
+
+def reversed_v6(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    old = tuple(address for address in addresses if ":" not in address)
+    return (*old, *(address for address in reversed(addresses) if ":" in address))
+
+
 FORWARDED = ("192.168.9.9", "fd99::9")  # what the peer sends through the pod
 
 HOST = Host(
     interfaces=tuple(
-        Interface(name, tuple(ipaddress.ip_interface(text) for text in own))
+        # The kernel lists the newest IPv6 address first, and takes it as source.
+        Interface(name, tuple(ipaddress.ip_interface(text) for text in reversed_v6(own)))
         for name, (own, _) in LINKS.items()
     ),
     routes=tuple(Route(ipaddress.ip_network(net), link) for net, _, link in ROUTES),

@@ -1,0 +1,327 @@
+"""The values that settings are made of, and the parser of each.
+
+A parser takes what a user wrote and returns a typed value or raises `BadValue` with a sentence that
+says what is allowed. No raw text ever reaches the kernel: iptables stores UDP port 70000 as 4464
+and takes `8000:9000` reversed without a word.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agent.model import numbers
+from agent.model.ruleset import Family
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+MAX_PORT = 65535
+MAX_ID = 2**32 - 2  # 2^32-1 means "no id" to the kernel, and iptables refuses it
+MAX_OWNER_GROUPS = 64
+MAX_INTERFACE_NAME = 15
+
+INTERFACE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+
+
+class Names(Protocol):
+    """Looks up user and group names; kept out of the parser so that parsing stays pure."""
+
+    def uid(self, name: str) -> int | None: ...
+    def gid(self, name: str) -> int | None: ...
+
+
+class NoNames:
+    """Knows no names: only numbers are accepted."""
+
+    def uid(self, name: str) -> int | None:
+        return None
+
+    def gid(self, name: str) -> int | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Span:
+    """An inclusive range of ports or ids; one number is a range of one."""
+
+    first: int
+    last: int
+
+    def text(self, separator: str) -> str:
+        if self.first == self.last:
+            return str(self.first)
+        return f"{self.first}{separator}{self.last}"
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and self.first <= number <= self.last
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Either everything (`*`) or the listed items, which may be none at all."""
+
+    everything: bool = False
+    items: tuple[Span, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.everything or bool(self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Networks:
+    """Either every address of both families (`*`) or the listed networks."""
+
+    everything: bool = False
+    items: tuple[Network, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.everything or bool(self.items)
+
+    def of(self, family: Family) -> tuple[Network, ...]:
+        return tuple(n for n in self.items if n.version == family.version)
+
+
+EVERYTHING = Selection(everything=True)
+NOTHING = Selection()
+NO_NETWORKS = Networks()
+
+
+def one(number: int) -> tuple[Span, ...]:
+    return (Span(number, number),)
+
+
+def network_text(network: Network) -> str:
+    """Return `address/prefix` as inet_ntop spells it, which is how iptables-save prints it."""
+    return f"{address_text(network.network_address)}/{network.prefixlen}"
+
+
+def address_text(address: Address) -> str:
+    """Return the address as inet_ntop spells it: `::127.0.0.53`, not `::7f00:35`."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    return socket.inet_ntop(family, address.packed)
+
+
+class BadValue(Exception):
+    """One mistake in one value; the message says what is allowed."""
+
+
+def split(value: object) -> list[str]:
+    """Split a comma list, or take a real one; empty items are dropped, as Istio does."""
+    if isinstance(value, str):
+        return [item for item in value.split(",") if item]
+    if isinstance(value, Sequence):
+        return [str(item) for item in value if str(item)]
+    return [str(value)]
+
+
+def _number(text: object, low: int, high: int, what: str) -> int:
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise BadValue(f"{text!r} is not {what} from {low} to {high}")
+    digits = str(text)
+    # str.isdigit accepts other scripts and superscripts; int() accepts blanks and underscores.
+    if not re.fullmatch(r"[0-9]+", digits):
+        raise BadValue(f"{digits!r} is not {what}: write a decimal number from {low} to {high}")
+    if len(digits) > 1 and digits[0] == "0":
+        raise BadValue(f"{digits!r} has a leading zero; write {int(digits)}")
+    if len(digits) > 10 or not low <= int(digits) <= high:
+        raise BadValue(f"{digits} is out of range: {what} is from {low} to {high}")
+    return int(digits)
+
+
+def port(value: object) -> int:
+    return _number(value, 1, MAX_PORT, "a port")
+
+
+def _span(item: str, separators: str, low: int, high: int, what: str) -> Span:
+    parts = re.split(f"[{re.escape(separators)}]", item)
+    if len(parts) == 1:
+        number = _number(item, low, high, what)
+        return Span(number, number)
+    if len(parts) != 2:
+        raise BadValue(f"{item!r} is not {what} range: write it as FIRST-LAST")
+    # Zero is a legal lower bound of a range: 0-65535 is how people write "all of them".
+    first, last = (_number(part, 0, high, what) for part in parts)
+    if first > last:
+        raise BadValue(f"{item!r} is reversed; write {last}-{first}")
+    return Span(first, last)
+
+
+def each(items: list[str], parse_item: Callable[[str], Span]) -> tuple[Span, ...]:
+    """Parse every item and report all the bad ones together."""
+    good, bad = [], []
+    for item in items:
+        try:
+            good.append(parse_item(item))
+        except BadValue as mistake:
+            bad.append(str(mistake))
+    if bad:
+        raise BadValue("; ".join(bad))
+    return tuple(good)
+
+
+def _port_item(item: str) -> Span:
+    if item == "*":
+        raise BadValue("'*' cannot be mixed with ports or stand in this list")
+    return _span(item, "-:", 1, MAX_PORT, "a port")
+
+
+def ports(value: object) -> tuple[Span, ...]:
+    return each(split(value), _port_item)
+
+
+def port_selection(value: object) -> Selection:
+    items = split(value)
+    if items == ["*"]:
+        return Selection(everything=True)
+    return Selection(items=each(items, _port_item))
+
+
+def id_item(kind: str, lookup: Callable[[str], int | None]) -> Callable[[str], Span]:
+    def parse_item(item: str) -> Span:
+        if item == "*":
+            raise BadValue("'*' cannot be mixed with ids or stand in this list")
+        if re.fullmatch(r"[0-9-]+", item) and item[0] != "-":
+            return _span(item, "-", 0, MAX_ID, f"a {kind} id")
+        number = lookup(item) if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*\$?", item) else None
+        if number is None:
+            raise BadValue(
+                f"{item!r} is neither a {kind} id from 0 to {MAX_ID} nor a {kind} known here"
+            )
+        return Span(number, number)
+
+    return parse_item
+
+
+def _network(text: str) -> Network:
+    if text == "*":
+        raise BadValue("'*' cannot be mixed with networks or stand in this list")
+    if text != text.strip():
+        raise BadValue(f"{text!r} has blanks around it; write {text.strip()!r}")
+    try:
+        return ipaddress.ip_network(text, strict=True)
+    except ValueError:
+        pass
+    try:
+        meant = ipaddress.ip_interface(text)
+    except ValueError:
+        raise BadValue(
+            f"{text!r} is not a network; write ADDRESS/PREFIX, such as 10.0.0.0/8 or fd00::/8"
+        ) from None
+    raise BadValue(
+        f"{text!r} has bits set behind its prefix; write {network_text(meant.network)} for the "
+        f"network or {address_text(meant.ip)} for the one address"
+    )
+
+
+def _network_list(items: list[str]) -> tuple[Network, ...]:
+    good: list[Network] = []
+    bad = []
+    for item in items:
+        try:
+            good.append(_network(item))
+        except BadValue as mistake:
+            bad.append(str(mistake))
+    if bad:
+        raise BadValue("; ".join(bad))
+    return tuple(good)
+
+
+def networks(value: object) -> tuple[Network, ...]:
+    return _network_list(split(value))
+
+
+def network_selection(value: object) -> Networks:
+    items = split(value)
+    if items == ["*"]:
+        return Networks(everything=True)
+    return Networks(items=_network_list(items))
+
+
+def loopback_network(value: object) -> Network:
+    text = str(value)
+    allowed = "write an IPv4 loopback network with a prefix from 8 to 32, such as 127.0.0.1/32"
+    try:
+        found = ipaddress.IPv4Interface(text)
+    except ValueError:
+        raise BadValue(f"{text!r} is not an IPv4 network; {allowed}") from None
+    if not found.ip.is_loopback or not 8 <= found.network.prefixlen <= 32 or "/" not in text:
+        raise BadValue(f"{text!r} is not inside 127.0.0.0/8; {allowed}")
+    return found.network
+
+
+def addresses(version: int) -> Callable[[object], tuple[Address, ...]]:
+    def parse_value(value: object) -> tuple[Address, ...]:
+        good: list[Address] = []
+        bad = []
+        for item in split(value):
+            try:
+                address = ipaddress.ip_address(item)
+            except ValueError:
+                bad.append(f"{item!r} is not an IPv{version} address")
+                continue
+            if address.version != version:
+                bad.append(f"{item!r} is an IPv{address.version} address in the IPv{version} list")
+            elif address.version == 6 and "%" in item:
+                bad.append(f"{item!r} names an interface; give the address alone")
+            else:
+                good.append(address)
+        if bad:
+            raise BadValue("; ".join(bad))
+        return tuple(good)
+
+    return parse_value
+
+
+def interfaces(value: object) -> tuple[str, ...]:
+    bad = [
+        f"{item!r} is not an interface name: 1 to {MAX_INTERFACE_NAME} characters, a letter first, "
+        "then letters, digits, '_', '.' or '-'"
+        for item in split(value)
+        if len(item) > MAX_INTERFACE_NAME or not INTERFACE_NAME.fullmatch(item)
+    ]
+    if bad:
+        raise BadValue("; ".join(bad))
+    return tuple(split(value))
+
+
+TRUE_WORDS = frozenset({"1", "t", "T", "TRUE", "true", "True"})
+FALSE_WORDS = frozenset({"0", "f", "F", "FALSE", "false", "False"})
+
+
+def boolean(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value) in TRUE_WORDS:
+        return True
+    if str(value) in FALSE_WORDS:
+        return False
+    raise BadValue(f"{str(value)!r} is neither true nor false")
+
+
+def interception_mode(value: object) -> str:
+    if value in ("", "REDIRECT"):
+        return "REDIRECT"
+    if value == "TPROXY":
+        return "TPROXY"
+    if value == "NONE":
+        raise BadValue(
+            "'NONE' means no capture at all: use the command remove (REDIRECT or TPROXY here)"
+        )
+    raise BadValue(f"{value!r} is not a mode; write REDIRECT or TPROXY in capitals")
+
+
+def packet_mark(value: object) -> int:
+    mark = _number(value, 1, 2**32 - 1, "a packet mark")
+    if mark == numbers.TPROXY_SELF_MARK:
+        raise BadValue(f"{mark} is the mark of the proxy's calls to its own pod; take another")
+    return mark
+
+
+def route_table(value: object) -> int:
+    table = _number(value, 0, 2**32 - 1, "a route table")
+    if table in numbers.RESERVED_ROUTE_TABLES:
+        raise BadValue(f"{table} is one of the system's own tables; take another, such as 133")
+    return table
