@@ -1,30 +1,36 @@
-"""One namespace while it is being worked on: its handle, its nf_tables door, its lock."""
+"""One namespace while it is being worked on: its handle, its doors into the kernel, its lock."""
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from agent.kernel import locks
+from agent.kernel.filters import FilterEye
+from agent.kernel.netlink import NETLINK_ROUTE, NetlinkSocket
 from agent.kernel.netns import Netns
 from agent.kernel.nft import NftDoor, open_nft
 from agent.model.errors import EnvironmentLacks
 
-LEGACY_TABLES = {
-    4: Path("/proc/thread-self/net/ip_tables_names"),
-    6: Path("/proc/thread-self/net/ip6_tables_names"),
-}
-
 
 @dataclass
 class Session:
-    """Everything that backends share while they work in one namespace."""
+    """Everything that is shared while one namespace is worked on.
+
+    The sockets belong to the namespace that they were opened in, so that entering it once is enough.
+    """
 
     netns: Netns
+    eye: FilterEye
+    rtnl: NetlinkSocket
     lock_fd: int | None = None
     _objects: list[dict[str, Any]] | None = None
+
+    @classmethod
+    def open(cls, netns: Netns, lock_fd: int | None = None) -> "Session":
+        eye, rtnl = netns.run(lambda: (FilterEye(), NetlinkSocket(NETLINK_ROUTE)))
+        return cls(netns, eye, rtnl, lock_fd)
 
     @cached_property
     def nft(self) -> NftDoor | None:
@@ -51,27 +57,17 @@ class Session:
         """Say that something was written, so that the next look is a fresh one."""
         self._objects = None
 
-    def legacy_tables(self) -> dict[int, tuple[str, ...]]:
-        """Return the legacy tables that exist, by IP version. Asking iptables would create them."""
-
-        def read() -> dict[int, tuple[str, ...]]:
-            found = {}
-            for version, path in LEGACY_TABLES.items():
-                with contextlib.suppress(OSError):
-                    found[version] = tuple(path.read_text().split())
-            return found
-
-        return self.netns.run(read)
-
     def close(self) -> None:
         if "nft" in self.__dict__ and self.nft is not None:
             self.nft.close()
+        self.eye.close()
+        self.rtnl.close()
 
 
 @contextlib.contextmanager
 def reading(netns: Netns) -> Iterator[Session]:
     """Work in a namespace without changing it."""
-    session = Session(netns)
+    session = Session.open(netns)
     try:
         yield session
     finally:
@@ -85,7 +81,7 @@ def writing(netns: Netns) -> Iterator[Session]:
     Raises: EnvironmentLacks if another run holds the lock for too long.
     """
     with locks.namespace_lock(netns.id) as lock_fd:
-        session = Session(netns, lock_fd)
+        session = Session.open(netns, lock_fd)
         try:
             yield session
         finally:

@@ -1,42 +1,98 @@
-"""Reads everything in a namespace that a capture can be made of. Leaves no trace."""
+"""Reads everything in a namespace that a capture can be made of. Leaves no trace.
+
+The rules are read by the backends only if they are not known yet: the kernel's own dumps are
+digested first, and equal digests mean equal rules (agent/kernel/filters.py). So looking at a pod
+again, or at one that holds the same as another, costs next to nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from agent.backends import registry
 from agent.backends.session import Session
 from agent.formats import nft_json
 from agent.kernel import routing
-from agent.model.errors import StateUnreadable
+from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import Rulesets
 from agent.model.state import BaseChain, NamespaceState
+
+READ_ATTEMPTS = 5
+REMEMBERED = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Filters:
+    """All packet-filter rules of a namespace, as the backends read them."""
+
+    loaded: Mapping[str, Rulesets]
+    base_chains: tuple[BaseChain, ...]
+    unreadable: tuple[str, ...]
+
+
+_seen: OrderedDict[bytes, _Filters] = OrderedDict()
 
 
 def observe(session: Session) -> NamespaceState:
     """Return what the namespace holds now.
 
-    An iptables-nft table that its own tool cannot print, because somebody put native rules into it,
-    is reported in `unreadable`; nothing may then be written through iptables-nft.
+    An iptables flavour whose tables cannot be read (native rules in them, or the tool missing) is
+    named in `unreadable`; nothing may then be written through it.
 
-    Raises: StateUnreadable if anything else cannot be read, EnvironmentLacks if a tool is missing.
+    Raises: StateUnreadable if anything else cannot be read.
     """
+    filters = _filters(session)
+    try:
+        routes = routing.read_routes(session.rtnl)
+    except OSError as error:
+        raise StateUnreadable(f"cannot read the routes: {error.strerror}") from error
+    return NamespaceState(
+        loaded=filters.loaded,
+        routes=routes,
+        base_chains=filters.base_chains,
+        unreadable=filters.unreadable,
+    )
+
+
+def _filters(session: Session) -> _Filters:
+    """Return the rules, read anew while somebody else changes them, or known by their digest."""
     session.forget()
+    for _ in range(READ_ATTEMPTS):
+        digest = _digest(session)
+        known = _seen.get(digest)
+        if known is not None:
+            _seen.move_to_end(digest)
+            return known
+        found = _read(session)
+        if _digest(session) == digest:
+            if not found.unreadable:  # a missing tool may be installed, with the rules unchanged
+                _seen[digest] = found
+            while len(_seen) > REMEMBERED:
+                _seen.popitem(last=False)
+            return found
+        session.forget()
+    raise StateUnreadable("the rules keep changing while they are read; is another tool at work?")
+
+
+def _digest(session: Session) -> bytes:
+    try:
+        return session.eye.digest()
+    except OSError as error:
+        raise StateUnreadable(f"cannot read the loaded rules: {error.strerror}") from error
+
+
+def _read(session: Session) -> _Filters:
     loaded: dict[str, Rulesets] = {}
     unreadable = []
     for name, backend in (*registry.ALL.items(), (registry.GUARD, registry.GUARD_BACKEND)):
         try:
             found = backend.read(session)
-        except StateUnreadable as error:
-            if name != "iptables-nft":
+        except (StateUnreadable, EnvironmentLacks) as error:
+            if not name.startswith("iptables"):
                 raise
             unreadable.append(f"{name}: {error}")
             continue
         if found:
             loaded[name] = found
-    return NamespaceState(
-        loaded=loaded,
-        routes=session.netns.run(routing.read_routes),
-        base_chains=_base_chains(session),
-        unreadable=tuple(unreadable),
-    )
-
-
-def _base_chains(session: Session) -> tuple[BaseChain, ...]:
-    return tuple(nft_json.base_chains({"nftables": session.nft_ruleset()}))
+    chains = nft_json.base_chains({"nftables": session.nft_ruleset()})
+    return _Filters(loaded, tuple(chains), tuple(unreadable))

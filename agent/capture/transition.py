@@ -88,9 +88,9 @@ def _route_step(session: Session, verb: str, routes: tuple[Route, ...]) -> Step:
 
     def change() -> None:
         if verb == "add":
-            session.netns.run(lambda: routing.change((), ordered))
+            routing.change(session.rtnl, (), ordered)
         else:
-            session.netns.run(lambda: routing.change(ordered, ()))
+            routing.change(session.rtnl, ordered, ())
 
     return Step(f"{verb} {len(routes)} routes, policy rules or addresses", change, atomic=False)
 

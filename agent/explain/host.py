@@ -114,10 +114,12 @@ class Host:
             yield Route(network, LOOPBACK, network.network_address + (network.version == 4))
         for interface in self.interfaces:
             for own in interface.addresses:
-                yield Route(ipaddress.ip_network(own.ip), LOOPBACK, own.ip)
+                # The routes of a secondary IPv4 address have the primary one as their source.
+                primary = next(a.ip for a in interface.addresses if a.network == own.network)
+                source = own.ip if own.version == 6 else primary
+                yield Route(ipaddress.ip_network(own.ip), LOOPBACK, source)
                 if own.network.prefixlen < own.max_prefixlen:
-                    source = None if own.is_link_local else own.ip
-                    yield Route(own.network, interface.name, source)
+                    yield Route(own.network, interface.name, None if own.version == 6 else primary)
         yield from self.routes
 
 

@@ -24,10 +24,10 @@ from agent.explain.branch import (
 )
 from agent.explain.conditions import Judgement, judge
 from agent.explain.effects import Effect, Ends, Place, effect, is_passive
-from agent.explain.host import LOOPBACK, LOOPBACK_NETWORKS, Host
+from agent.explain.host import LOOPBACK, LOOPBACK_NETWORKS, Host, loopback
 from agent.explain.journal import Journal, reason
 from agent.model.packet import Hit, Kind, Packet, Step, Trace, Tracking
-from agent.model.ruleset import Family, Rule, Target
+from agent.model.ruleset import Rule, Target
 
 __all__ = ["MAX_BRANCHES", "MAX_RULES", "Layer", "walk"]
 
@@ -151,6 +151,8 @@ class _Walk:
             branch.packet = replace(orphan, in_interface=LOOPBACK, out_interface="")
             self._journal.event(branch, "arrives on lo, its source and marks unchanged")
             return True
+        if hook == "POSTROUTING" and packet.source == loopback(packet.destination):
+            return self._lost(branch, f"{packet.source} is no source that a receiver accepts")
         self._arrives(branch, local=hook == "INPUT")
         return False
 
@@ -202,10 +204,8 @@ class _Walk:
         route = self._host.lookup(packet.destination, packet.mark)
         if route is None:
             return self._lost(branch, f"there is no route to {packet.destination}")
-        # Of ::1 every receiver drops the packet; of 127.0.0.0/8 already the route is refused.
-        from_loopback = any(packet.source in net for net in LOOPBACK_NETWORKS if packet.source)
-        allowed = packet.family is Family.IPV4 and self._host.route_localnet
-        if from_loopback and route.interface != LOOPBACK and not allowed:
+        from_loopback = packet.source is not None and packet.source in LOOPBACK_NETWORKS[0]
+        if from_loopback and route.interface != LOOPBACK and not self._host.route_localnet:
             return self._lost(branch, f"{packet.source} may not leave by {route.interface}")
         if route.interface != branch.route:
             branch.route = route.interface

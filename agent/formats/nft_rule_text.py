@@ -196,8 +196,12 @@ def _conditions(family: Family, rule: Rule) -> list[str]:
 def _expressions(words: Iterable[str]) -> int:
     """Return an upper bound of the kernel's expressions: what nft makes of each word here."""
     count = 0
-    for word in " ".join(words).split():
-        count += _COST.get(word, 0) + (2 if re.search(r"\d-\d|/", word) else 0)
+    for before, word in pairwise(["", *" ".join(words).split()]):
+        count += _COST.get(word, 0)
+        if re.search(r"\d-\d", word):  # a byte swap; and two comparisons unless negated
+            count += 1 if before == "!=" else 2
+        elif "/" in word:
+            count += 1
     return count
 
 

@@ -1,113 +1,147 @@
-"""Policy rules, routes and addresses of a namespace, by rtnetlink through pyroute2.
-
-Every function here runs in the calling thread's namespace: call it through `Netns.run`. pyroute2's
-own `netns=` is not used: it forks, and it creates a namespace that is missing.
-"""
+"""Policy rules, routes and addresses of a namespace, over a route socket that was made in it."""
 
 import errno
+import ipaddress
+import os
 import socket
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from agent.kernel.netlink import (
+    NLM_F_CREATE,
+    NLM_F_EXCL,
+    NetlinkSocket,
+    attribute,
+    attributes,
+)
 from agent.model.errors import KernelRejected
 from agent.model.plan import LocalRoute, LoopbackAddress, PolicyRule, Route
 from agent.model.ruleset import Family
 
-if TYPE_CHECKING:
-    from pyroute2 import IPRoute
-
-RTN_LOCAL = 2  # linux/rtnetlink.h
 AF = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
+
+# linux/rtnetlink.h
+RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 20, 21, 22
+RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 24, 25, 26
+RTM_NEWRULE, RTM_DELRULE, RTM_GETRULE = 32, 33, 34
+RTN_LOCAL = 2
+RTPROT_BOOT = 3
+RT_SCOPE_UNIVERSE, RT_SCOPE_HOST = 0, 254
+RTA_DST, RTA_OIF, RTA_TABLE = 1, 4, 15
+FR_ACT_TO_TBL = 1
+FRA_IIFNAME, FRA_FWMARK, FRA_TABLE, FRA_FWMASK, FRA_OIFNAME = 3, 10, 15, 16, 17
+IFA_ADDRESS = 1
+
+RTMSG = struct.Struct("=BBBBBBBBI")  # struct rtmsg, and struct fib_rule_hdr of the same layout
+IFADDRMSG = struct.Struct("=BBBBI")
+WORD = struct.Struct("=I")
 FULL_MASK = 0xFFFFFFFF
+LO_INDEX = 1  # the kernel gives lo the first index in every namespace (LOOPBACK_IFINDEX)
+
 IPV6_CONF = Path("/proc/sys/net/ipv6/conf")
 
 
-def read_routes() -> tuple[Route, ...]:
+def read_routes(rtnl: NetlinkSocket) -> tuple[Route, ...]:
     """Return what could be a capture's: fwmark rules, local default routes, addresses on lo."""
-    from pyroute2 import IPRoute  # costs 100 ms and 20 MB, so only where routes are needed
-
-    with IPRoute() as ipr:
-        lo = _lo(ipr)
-        found: list[Route] = []
-        for family in Family:
-            found += _policy_rules(ipr, family)
-            found += _local_routes(ipr, family, lo)
-        found += _addresses(ipr, lo)
+    found: list[Route] = []
+    for family in Family:
+        found += _policy_rules(rtnl, family)
+        found += _local_routes(rtnl, family)
+    found += _addresses(rtnl)
     return tuple(found)
 
 
-def change(remove: Iterable[Route], add: Iterable[Route]) -> None:
+def change(rtnl: NetlinkSocket, remove: Iterable[Route], add: Iterable[Route]) -> None:
     """Take routes out and put routes in, in the order given; what is already so is fine.
 
     Raises: KernelRejected, naming the command that says the same.
     """
-    from pyroute2 import IPRoute
-
-    with IPRoute() as ipr:
-        lo = _lo(ipr)
-        for route in remove:
-            _do(ipr, lo, "del", route, ignore=(errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL))
-        for route in add:
-            _do(ipr, lo, "add", route, ignore=(errno.EEXIST,))
+    gone = (errno.ENOENT, errno.ESRCH, errno.EADDRNOTAVAIL)
+    for route in remove:
+        _request(rtnl, "del", route, ignore=gone)
+    for route in add:
+        _request(rtnl, "add", route, ignore=(errno.EEXIST,))
 
 
-def _lo(ipr: "IPRoute") -> int:
-    return int(ipr.link_lookup(ifname="lo")[0])
-
-
-def _policy_rules(ipr: "IPRoute", family: Family) -> Iterable[PolicyRule]:
-    for message in ipr.get_rules(family=AF[family]):
-        attributes = dict(message["attrs"])
-        mark = attributes.get("FRA_FWMARK")
-        if mark is None or attributes.get("FRA_FWMASK", FULL_MASK) != FULL_MASK:
+def _policy_rules(rtnl: NetlinkSocket, family: Family) -> Iterator[PolicyRule]:
+    for message in _dump(rtnl, RTM_GETRULE, RTMSG.pack(AF[family], 0, 0, 0, 0, 0, 0, 0, 0)):
+        _, dst_len, src_len, _, table, *_ = RTMSG.unpack_from(message)
+        found = attributes(message, RTMSG.size)
+        if FRA_FWMARK not in found or dst_len or src_len:
             continue
-        if message["src_len"] or message["dst_len"] or "FRA_IIFNAME" in attributes:
+        if FRA_IIFNAME in found or FRA_OIFNAME in found:
             continue
-        yield PolicyRule(family, mark, attributes.get("FRA_TABLE", message["table"]))
+        if FRA_FWMASK in found and WORD.unpack(found[FRA_FWMASK])[0] != FULL_MASK:
+            continue
+        table = WORD.unpack(found[FRA_TABLE])[0] if FRA_TABLE in found else table
+        yield PolicyRule(family, WORD.unpack(found[FRA_FWMARK])[0], table)
 
 
-def _local_routes(ipr: "IPRoute", family: Family, lo: int) -> Iterable[LocalRoute]:
-    for message in ipr.get_routes(family=AF[family], type=RTN_LOCAL):
-        attributes = dict(message["attrs"])
-        everything = message["dst_len"] == 0 and message["type"] == RTN_LOCAL
-        if everything and attributes.get("RTA_OIF") == lo:
-            yield LocalRoute(family, attributes.get("RTA_TABLE", message["table"]))
+def _local_routes(rtnl: NetlinkSocket, family: Family) -> Iterator[LocalRoute]:
+    query = RTMSG.pack(AF[family], 0, 0, 0, 0, 0, 0, 0, 0)
+    for message in _dump(rtnl, RTM_GETROUTE, query):
+        _, dst_len, _, _, table, _, _, kind, _ = RTMSG.unpack_from(message)
+        if kind != RTN_LOCAL or dst_len:
+            continue
+        found = attributes(message, RTMSG.size)
+        if found.get(RTA_OIF) == WORD.pack(LO_INDEX):
+            table = WORD.unpack(found[RTA_TABLE])[0] if RTA_TABLE in found else table
+            yield LocalRoute(family, table)
 
 
-def _addresses(ipr: "IPRoute", lo: int) -> Iterable[LoopbackAddress]:
-    for message in ipr.get_addr(family=socket.AF_INET6, index=lo):
-        attributes = dict(message["attrs"])
-        address = f"{attributes['IFA_ADDRESS']}/{message['prefixlen']}"
-        if message["index"] == lo and address != "::1/128":
-            yield LoopbackAddress(Family.IPV6, address)
+def _addresses(rtnl: NetlinkSocket) -> Iterator[LoopbackAddress]:
+    query = IFADDRMSG.pack(socket.AF_INET6, 0, 0, 0, 0)
+    for message in _dump(rtnl, RTM_GETADDR, query):
+        _, prefix, _, _, index = IFADDRMSG.unpack_from(message)
+        if index == LO_INDEX:
+            raw = attributes(message, IFADDRMSG.size)[IFA_ADDRESS]
+            address = ipaddress.ip_address(raw)
+            if not address.is_loopback:
+                yield LoopbackAddress(Family.IPV6, f"{address}/{prefix}")
 
 
-def _do(ipr: "IPRoute", lo: int, verb: str, route: Route, ignore: tuple[int, ...]) -> None:
-    from pyroute2.netlink.exceptions import NetlinkError
-
+def _dump(rtnl: NetlinkSocket, kind: int, payload: bytes) -> list[bytes]:
+    """Return the messages of a dump; a kernel without IPv6 answers that it has no such family."""
     try:
-        if isinstance(route, PolicyRule):
-            ipr.rule(verb, family=AF[route.family], fwmark=route.mark, table=route.table, action=1)
-        elif isinstance(route, LocalRoute):
-            everything = "0.0.0.0/0" if route.family is Family.IPV4 else "::/0"
-            ipr.route(
-                verb,
-                family=AF[route.family],
-                dst=everything,
-                type=RTN_LOCAL,
-                scope=254 if route.family is Family.IPV4 else 0,
-                oif=lo,
-                table=route.table,
-            )
-        else:
-            address, prefix = route.network.split("/")
-            ipr.addr(verb, index=lo, address=address, prefixlen=int(prefix))
-    except NetlinkError as error:
-        if error.code not in ignore:
+        return [message.payload for message in rtnl.dump(kind, payload)]
+    except OSError as error:
+        if error.errno in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP):
+            return []
+        raise
+
+
+def _request(rtnl: NetlinkSocket, verb: str, route: Route, ignore: tuple[int, ...]) -> None:
+    new, old, payload = _message(route)
+    flags = NLM_F_CREATE | NLM_F_EXCL if verb == "add" else 0
+    try:
+        rtnl.request(new if verb == "add" else old, flags, payload)
+    except OSError as error:
+        if error.errno not in ignore:
             command = route.command().replace(" add ", f" {verb} ")
-            raise KernelRejected(f"`{command}` was refused: {error}", script=command) from error
+            said = os.strerror(error.errno or 0)
+            raise KernelRejected(f"`{command}` was refused: {said}", script=command) from error
+
+
+def _message(route: Route) -> tuple[int, int, bytes]:
+    """Return the request types to make and to remove a route, and their payload."""
+    family = AF[route.family]
+    if isinstance(route, PolicyRule):
+        head = RTMSG.pack(family, 0, 0, 0, 0, 0, 0, FR_ACT_TO_TBL, 0)
+        mark = attribute(FRA_FWMARK, WORD.pack(route.mark))
+        return RTM_NEWRULE, RTM_DELRULE, head + mark + attribute(FRA_TABLE, WORD.pack(route.table))
+    if isinstance(route, LocalRoute):
+        scope = RT_SCOPE_HOST if route.family is Family.IPV4 else RT_SCOPE_UNIVERSE
+        head = RTMSG.pack(family, 0, 0, 0, 0, RTPROT_BOOT, scope, RTN_LOCAL, 0)
+        device = attribute(RTA_OIF, WORD.pack(LO_INDEX))
+        return RTM_NEWROUTE, RTM_DELROUTE, head + device + attribute(
+            RTA_TABLE, WORD.pack(route.table)
+        )
+    address, prefix = route.network.split("/")
+    head = IFADDRMSG.pack(family, int(prefix), 0, 0, LO_INDEX)
+    packed = ipaddress.ip_address(address).packed
+    return RTM_NEWADDR, RTM_DELADDR, head + attribute(IFA_ADDRESS, packed)
 
 
 # --- what an automatic setting needs to know ------------------------------------------------------

@@ -160,7 +160,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nInterrupted. Everything that the demo made is gone again.", file=sys.stderr)
         return 130
-    except (Unexpected, AssertionError) as failure:
+    except (Unexpected, AssertionError, ImportError, OSError) as failure:
         print(f"\n{paint('Failed:', RED)} {failure}", file=sys.stderr)
         return 1
     heading(paint("Done.", GREEN) + " Both namespaces are gone.")

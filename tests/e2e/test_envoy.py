@@ -245,7 +245,6 @@ def test_no_request_escapes_or_is_lost_while_the_capture_is_replaced(
         with Traffic(pod) as traffic:
             pod.capture(backend, *OTHER_SETTINGS)
             pod.capture(other)
-            pod.capture(backend)
         assert set(summary(traffic.outbound)) == {
             ("outside", POD[version], (OUTBOUND,)) for version in (4, 6)
         }

@@ -3,8 +3,9 @@
 Each test programs a pod and looks at who answers whom. Rules are not looked at here: two backends
 are right if nobody can tell them apart from outside. `tests.support.behaviour` has the cast.
 
-    INTERCEPT_BEHAVIOUR_SETTINGS   how many random settings are compared (150: about a minute)
+    INTERCEPT_BEHAVIOUR_SETTINGS   how many random settings are compared (60: about a minute)
     INTERCEPT_BEHAVIOUR_SEED       the first of them; a failure prints the one to repeat
+    INTERCEPT_BEHAVIOUR_PROGRAM    who captures: applied, command, or direct (without the agent)
 """
 
 import contextlib
@@ -18,15 +19,15 @@ from agent.model.settings import KEYS, parse
 from tests.support.behaviour import PATIENT_S, Outcome, Raw, Table, World, world
 from tests.support.behaviour_cases import CASES, EVERYTHING, Case
 from tests.support.behaviour_cast import HOSTS, PROBES, Probe, probe
-from tests.support.behaviour_programs import BACKENDS, Direct, program
+from tests.support.behaviour_programs import BACKENDS, CHOSEN, program
 from tests.support.behaviour_settings import random_settings
 from tests.support.netns import inside
 
 pytestmark = pytest.mark.netns
 
-SETTINGS = int(os.environ.get("INTERCEPT_BEHAVIOUR_SETTINGS", "150"))
+SETTINGS = int(os.environ.get("INTERCEPT_BEHAVIOUR_SETTINGS", "60"))
 SEED = int(os.environ.get("INTERCEPT_BEHAVIOUR_SEED", "1"))
-CHUNK = 25
+CHUNK = 20
 
 REDIRECTED = {"redirect_dns": True, "capture_all_dns": True, **EVERYTHING}
 TPROXY = {"inbound_interception_mode": "TPROXY", **EVERYTHING}
@@ -38,7 +39,7 @@ LISTED_DNS = {
 }
 
 agent_only = pytest.mark.skipif(
-    isinstance(program(BACKENDS[0]), Direct),
+    CHOSEN == "direct",
     reason="about how the agent applies, and these captures are loaded without it",
 )
 
@@ -47,8 +48,8 @@ agent_only = pytest.mark.skipif(
 def worlds() -> Iterator[Mapping[str, World]]:
     with contextlib.ExitStack() as stack:
         yield {
-            backend: stack.enter_context(world(f"b{index}", program(backend)))
-            for index, backend in enumerate(BACKENDS)
+            backend: stack.enter_context(world(backend[-6:], program(backend)))
+            for backend in BACKENDS
         }
 
 
@@ -59,15 +60,9 @@ def untouched(worlds: Mapping[str, World]) -> Table:
 
 
 @pytest.fixture(params=BACKENDS)
-def pod(
-    worlds: Mapping[str, World], untouched: Table, request: pytest.FixtureRequest
-) -> Iterator[World]:
-    """A pod for each backend, uncaptured before and after."""
-    made = worlds[request.param]
-    try:
-        yield made
-    finally:
-        made.release()
+def pod(worlds: Mapping[str, World], untouched: Table, request: pytest.FixtureRequest) -> World:
+    """A pod for each backend, still captured as the test before left it: each test captures."""
+    return worlds[request.param]
 
 
 # --- nobody interferes ---------------------------------------------------------------------------
@@ -330,7 +325,7 @@ def test_report_73_dns_is_captured_before_docker_translates_it(pod: World) -> No
         "*nat\n:DOCKER_OUTPUT - [0:0]\n-A OUTPUT -d 127.0.0.53/32 -j DOCKER_OUTPUT\n"
         "-A DOCKER_OUTPUT -p udp --dport 53 -j DNAT --to-destination 127.0.0.53:40953\nCOMMIT\n"
     )
-    legacy = pod.program is not None and pod.pod.startswith("it-b0")
+    legacy = pod.pod.startswith("it-legacy")
     tool = "iptables-legacy-restore" if legacy else "iptables-nft-restore"
     inside(pod.pod, tool, "--noflush", stdin=rules)
     try:

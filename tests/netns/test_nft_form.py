@@ -19,7 +19,7 @@ import pytest
 
 from agent.formats import iptables_save
 from agent.formats.nft_json import base_chains, parse_table
-from agent.formats.nft_text import render_delete, render_table
+from agent.formats.nft_text import NoNftForm, render_delete, render_table
 from agent.kernel import libnftables
 from agent.kernel.libnftables import Nft, NoSuchObject
 from agent.kernel.netns import Netns
@@ -251,6 +251,23 @@ def test_every_kind_of_rule_reads_back(nft: Nft) -> None:
     wanted = {Family.IPV4: iptables_save.parse(MANY_KINDS, Family.IPV4)}
     nft.run(render_table(TABLE, wanted))
     assert loaded(nft) == wanted
+
+
+def test_the_largest_rule_that_has_a_form_loads(nft: Nft) -> None:
+    """The limit of the kernel is met with a clear error, not with EINVAL."""
+    start = "-A OUTPUT ! -d 10.1.0.0/17 -o lo -p tcp -m tcp --dport 1:5 -m mark --mark 0x1/0x3"
+    loads = []
+    for count in range(20, 61):
+        ranges = " ".join(f"-m owner ! --gid-owner {n}-{n + 5}" for n in range(0, count * 10, 10))
+        line = f"{start} {ranges} -m owner --uid-owner 5-6 -j ACCEPT"
+        try:
+            script = render_table(TABLE, rulesets_of("filter", line))
+        except NoNftForm:
+            continue
+        nft.run(script)
+        loads.append(count)
+    assert loads == list(range(20, loads[-1] + 1))
+    assert loads[-1] >= 30
 
 
 # --- whatever is changed shows -------------------------------------------------------------------
@@ -542,6 +559,25 @@ def test_a_redirected_connection_survives_a_reload(nft: Nft, place: Netns) -> No
             client.sendall(b"still here")
             assert accepted.recv(99) == b"still here"
         accepted.close()
+        client.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("flavour", ["nft", "legacy"])
+def test_ours_translates_before_any_iptables(
+    netns: str, place: Netns, flavour: str, first: bool
+) -> None:
+    line = "-A OUTPUT -p tcp -m tcp --dport 8080 -j REDIRECT --to-ports"
+    theirs = iptables_save.render(rulesets_of("nat", f"{line} 16001")[Family.IPV4])
+    if first:
+        load("nftables", netns, rulesets_of("nat", f"{line} 15001"))
+    inside(netns, f"iptables-{flavour}-restore", stdin=theirs)
+    if not first:
+        load("nftables", netns, rulesets_of("nat", f"{line} 15001"))
+    with listen(place, "127.0.0.1", 15001) as ours, listen(place, "127.0.0.1", 16001):
+        client = connect(place, "127.0.0.1", 8080)
+        assert isinstance(client, socket.socket)
+        ours.accept()[0].close()
         client.close()
 
 

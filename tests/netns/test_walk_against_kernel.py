@@ -138,12 +138,12 @@ def shoot(flavours: Sequence[str], seed: int, packets: int) -> list[Case]:
         shooter = Shooter(found, random)
         while len(shooter.cases) < packets:
             family = random.choice(tuple(Family))
-            # nft builds its chains anew with every load, so it comes first whatever the order.
+            # The last one loaded is asked first. (nft makes its chains anew with every load.)
             layers = [
                 load(found.pod, flavour, family, Rules(random, family).text())
-                for flavour in flavours
+                for flavour in reversed(flavours)
             ]
-            shooter.batch(layers, family, PER_RULESET)
+            shooter.batch(layers[::-1], family, PER_RULESET)
         found.gather(set(), timeout_s=1.0, grace_s=0.5)
         shooter.check()
         return shooter.cases

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from agent.capture import apply
@@ -94,7 +94,7 @@ class Applied:
         self._backend = backend
 
     def apply(self, namespace: str, raw: Raw) -> None:
-        """Apply to the namespace as it is, whatever an earlier test left there of ours."""
+        """Run `apply` on the namespace as it is, so that most captures replace another."""
         with netns.Netns.open(path_of(namespace)) as opened, _own_state():
             apply.apply(opened, parse(raw), backend=self._backend)
 
@@ -110,7 +110,7 @@ class Command:
         self._backend = backend
 
     def apply(self, namespace: str, raw: Raw) -> None:
-        """Run `apply` with complete settings, so that nothing comes from the machine's own files."""
+        """Run `apply` with complete settings: nothing comes from the machine's own files."""
         document = json.dumps({**DEFAULTS, **raw})  # JSON is YAML
         arguments = ("--backend", self._backend, "--settings", "/dev/stdin")
         self._run("apply", "--netns", namespace, *arguments, stdin=document)
@@ -147,9 +147,15 @@ def _own_state() -> Iterator[None]:
             os.environ[STATE] = before
 
 
-PROGRAMS = {"direct": Direct, "applied": Applied, "command": Command}
+PROGRAMS: Mapping[str, Callable[[str], Program]] = {
+    "direct": Direct,
+    "applied": Applied,
+    "command": Command,
+}
+# Read now: the tests run without such variables.
+CHOSEN = os.environ.get("INTERCEPT_BEHAVIOUR_PROGRAM", "applied")
 
 
 def program(backend: str) -> Program:
     """Return how the tests program a backend; INTERCEPT_BEHAVIOUR_PROGRAM names another way."""
-    return PROGRAMS[os.environ.get("INTERCEPT_BEHAVIOUR_PROGRAM", "direct")](backend)
+    return PROGRAMS[CHOSEN](backend)

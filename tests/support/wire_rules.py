@@ -196,7 +196,7 @@ class Rules:
 
     def _target(self, spot: Spot, below: Sequence[str], protocol: str) -> str:
         """Return a target that may stand here. Weights keep most packets alive for a while."""
-        kinds: list[tuple[int, Callable[[], str]]] = [
+        kinds: list[tuple[float, Callable[[], str]]] = [
             (3, lambda: "-j RETURN"),
             (1, lambda: "-j ACCEPT"),
             (3, self._set_mark),
@@ -206,9 +206,9 @@ class Rules:
             kinds.append((4, lambda: f"-j {self._random.choice(below)}"))
             kinds.append((2, lambda: f"-g {self._random.choice(below)}"))
         if spot.table != "nat":
-            kinds.append((1, lambda: "-j DROP"))
+            kinds.append((0.4, lambda: "-j DROP"))
         if spot.table == "filter" and spot.within("INPUT", "FORWARD", "OUTPUT"):
-            kinds.append((1, lambda: "-j REJECT"))
+            kinds.append((0.3, lambda: "-j REJECT"))
         if spot.table == "raw" and protocol == "udp":
             kinds.append((2, lambda: self._random.choice(("-j CT --notrack", "-j CT --zone 2"))))
         if spot.table == "mangle" and spot.builtin == "PREROUTING" and protocol:

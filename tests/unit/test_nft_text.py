@@ -457,8 +457,9 @@ WORDS = st.sampled_from(
     re.findall(
         r"\S+",
         """match op left right meta key mark ct state payload protocol field tcp dport set range
-        addr prefix len & | ^ == != in mangle value accept drop jump target goto redirect port tproxy
-        family ip counter expr comment skuid l4proto nfproto daddr 1.2.3.4 1 99999999999 ² name""",
+        addr prefix len & | ^ == != in mangle value accept drop jump target goto redirect port
+        tproxy family ip counter expr comment skuid l4proto nfproto daddr 1.2.3.4 1 99999999999 ²
+        name""",
     )
 )
 VALUES = st.recursive(

@@ -1,0 +1,101 @@
+"""Speed of apply and check, as ratios against the processes that istio-iptables executes.
+
+The baseline of a flavour is two saves and two restores of the same rules, one after the other, in a
+fresh namespace. Baseline and candidate alternate, each in a namespace of its own, in one warm
+process; medians are printed. Nothing here passes or fails: the ratios are for people to read.
+"""
+
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+
+from agent.capture.apply import apply
+from agent.capture.check import check
+from agent.formats.iptables_save import render
+from agent.kernel import tools
+from agent.kernel.netns import Netns
+from agent.model.plan import plan
+from agent.model.ruleset import Family
+from agent.model.settings import Settings, parse
+from tests.support.netns import namespace, path_of
+
+RUNS = 25
+TARGETS = {
+    ("apply", "nftables"): ("nft", 0.25),
+    ("apply", "iptables-nft"): ("nft", 1.0),
+    ("apply", "iptables-legacy"): ("legacy", 2.5),
+    ("check", "nftables"): ("nft", 0.4),
+    ("check", "iptables-nft"): ("nft", 0.4),
+    ("check", "iptables-legacy"): ("legacy", 0.4),
+}
+SETTINGS = parse(
+    {
+        "inbound_ports_include": "*",
+        "inbound_ports_exclude": "15020,15021,15090",
+        "outbound_ip_ranges_include": "*",
+        "redirect_dns": "true",
+        "capture_all_dns": "true",
+        "enable_ipv6": "true",
+    }
+)
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return (time.perf_counter() - started) * 1000
+
+
+def baseline(netns: Netns, flavour: str, settings: Settings) -> float:
+    """Run what istio-iptables runs: a save and a restore for each family."""
+    rulesets = plan(settings).rulesets
+    words = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
+    calls = [([f"{words[family]}-{flavour}-save"], "") for family in Family]
+    calls += [
+        ([f"{words[family]}-{flavour}-restore", "--noflush"], render(rulesets[family], builtin=False))
+        for family in Family
+    ]
+
+    def execute() -> None:
+        for command, text in calls:
+            subprocess.run(
+                command,
+                input=text,
+                text=True,
+                capture_output=True,
+                check=True,
+                env={"PATH": tools.SEARCH_PATH},
+            )
+
+    return timed(lambda: netns.run(execute))
+
+
+def measure(action: str, backend: str) -> tuple[float, float]:
+    """Return the medians of the baseline and of ours, in milliseconds."""
+    flavour = TARGETS[action, backend][0]
+    theirs, ours = [], []
+    for round_number in range(RUNS + 3):
+        with namespace("bench") as name, Netns.open(path_of(name)) as netns:
+            base = baseline(netns, flavour, SETTINGS)
+        with namespace("bench") as name, Netns.open(path_of(name)) as netns:
+            applied = timed(lambda: apply(netns, SETTINGS, backend=backend))  # noqa: B023
+            if action == "check":
+                applied = timed(lambda: check(netns, SETTINGS))  # noqa: B023
+        if round_number >= 3:  # the first rounds warm the caches
+            theirs.append(base)
+            ours.append(applied)
+    return statistics.median(theirs), statistics.median(ours)
+
+
+def main() -> None:
+    print(f"medians of {RUNS} runs in a warm process; baseline: two saves and two restores\n")
+    print(f"{'what':<8}{'backend':<18}{'baseline ms':>12}{'ours ms':>10}{'ratio':>8}{'aim':>8}")
+    for (action, backend), (_, aim) in TARGETS.items():
+        base, ours = measure(action, backend)
+        ratio = ours / base
+        print(f"{action:<8}{backend:<18}{base:>12.1f}{ours:>10.1f}{ratio:>8.2f}{aim:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()
