@@ -18,7 +18,7 @@ from agent.model.errors import EnvironmentLacks
 class Session:
     """Everything that is shared while one namespace is worked on.
 
-    The sockets belong to the namespace that they were opened in, so that entering it once is enough.
+    The sockets belong to the namespace that they were opened in, so entering it once is enough.
     """
 
     netns: Netns

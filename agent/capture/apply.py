@@ -1,7 +1,9 @@
 """Makes a namespace captured as its settings say, or not captured at all."""
 
+import contextlib
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from agent.backends import registry
 from agent.backends.protocol import Backend
@@ -54,8 +56,9 @@ def apply(
         want = captured(have, wanted, chosen.name, known)
         todo = tuple(step.what for step in transition.steps(session, have, want))
         if not dry_run:
-            _remember(netns, settings, chosen, known, have, found)
-            transition.run(session, have, want, before_step=before_step)
+            new = record.Record(dump(settings), known.before or before_of(have))
+            with _recorded(netns, found, new):
+                transition.run(session, have, want, before_step=before_step)
     return Result(
         backend=chosen.name,
         changed=bool(todo),
@@ -106,19 +109,22 @@ def _known(netns: Netns, have: NamespaceState) -> tuple[Known, record.Record | N
     return found.known(), found
 
 
-def _remember(
-    netns: Netns,
-    settings: Settings,
-    chosen: Backend,
-    known: Known,
-    have: NamespaceState,
-    found: record.Record | None,
-) -> None:
-    """Write the record first: a run that is killed half way leaves at least the knowledge."""
-    before = known.before or before_of(have)
-    wanted = record.Record(dump(settings), chosen.name, before)
-    if wanted != found:
-        record.save(netns, wanted)
+@contextlib.contextmanager
+def _recorded(netns: Netns, old: record.Record | None, new: record.Record) -> Iterator[None]:
+    """Keep the record true at every moment of a change, also of one that is killed or undone."""
+    if old == new:
+        yield
+        return
+    record.save(netns, replace(old, pending=new.settings) if old else new)
+    try:
+        yield
+    except BaseException:
+        if old:
+            record.save(netns, old)
+        else:
+            record.drop(netns)
+        raise
+    record.save(netns, new)
 
 
 def _surroundings(have: NamespaceState, backend: str) -> tuple[str, ...]:

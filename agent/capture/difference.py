@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 from agent.formats.iptables_save import render_rule
 from agent.model import owned
 from agent.model.ruleset import Chain, Family, Rule, Ruleset
-from agent.model.state import NamespaceState
+from agent.model.state import NamespaceState, routes_without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,11 @@ def differences(have: NamespaceState, want: NamespaceState) -> tuple[Difference,
             before = have.of(backend).get(family, Ruleset(family))
             after = want.of(backend).get(family, Ruleset(family))
             found += _rulesets(backend, before, after)
-    missing, surplus = Counter(want.routes), Counter(have.routes)
-    for sign, routes in (("+", missing - surplus), ("-", surplus - missing)):
-        note = "one copy too many" if sign == "-" else ""
-        for route in sorted(routes.elements(), key=str):
-            text = route.command()
-            known = route in want.routes
-            found.append(
-                Difference(sign=sign, backend="routing", text=text, note=note if known else "")
-            )
+    missing = routes_without(want.routes, have.routes)
+    found += (Difference(sign="+", backend="routing", text=r.command()) for r in missing)
+    for route in routes_without(have.routes, want.routes):
+        note = "one copy too many" if route in want.routes else ""
+        found.append(Difference(sign="-", backend="routing", text=route.command(), note=note))
     return tuple(found)
 
 

@@ -28,18 +28,23 @@ def state_dir() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A capture that stands: the settings as given, the backend, and what was there before it."""
+    """A capture that stands: its settings, and what was there before it.
+
+    `pending` are the settings that are being applied in their place; a run that was killed leaves
+    them, and then either may be what is loaded.
+    """
 
     settings: Mapping[str, object]
-    backend: str
     before: Before
+    pending: Mapping[str, object] | None = None
 
     def known(self) -> Known:
         """Return what the planner can use; settings that no longer parse are worth nothing."""
-        try:
-            return Known(plan(parse(self.settings)), self.before)
-        except InvalidSettings:
-            return Known(before=self.before)
+        plans = []
+        for settings in (self.settings, self.pending):
+            with contextlib.suppress(InvalidSettings):
+                plans += [] if settings is None else [plan(parse(settings))]
+        return Known(tuple(plans), self.before)
 
 
 def load(netns: Netns) -> Record | None:
@@ -88,7 +93,7 @@ def _encode(record: Record) -> dict[str, Any]:
     return {
         "version": VERSION,
         "settings": dict(record.settings),
-        "backend": record.backend,
+        "pending": None if record.pending is None else dict(record.pending),
         "before": {
             "shells": sorted(
                 [family, table, chain] for family, table, chain in record.before.shells
@@ -104,7 +109,10 @@ def _decode(document: Any) -> Record:
     before = document["before"]
     shells = frozenset((Family(f), str(t), str(c)) for f, t, c in before["shells"])
     routes = tuple(_decode_route(route) for route in before["routes"])
-    return Record(dict(document["settings"]), str(document["backend"]), Before(shells, routes))
+    pending = document["pending"]
+    settings = dict(document["settings"])
+    known = Before(shells, routes)
+    return Record(settings, known, None if pending is None else dict(pending))
 
 
 def _encode_route(route: Route) -> list[object]:

@@ -8,7 +8,6 @@ is killed on the way leaves the guard, so the namespace is closed and not half o
 takes it away.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
@@ -22,7 +21,7 @@ from agent.model import guard
 from agent.model.errors import AgentError, KernelRejected, RollbackFailed, RolledBack
 from agent.model.plan import Route
 from agent.model.ruleset import Family
-from agent.model.state import IPTABLES_LEGACY, NamespaceState, same
+from agent.model.state import IPTABLES_LEGACY, NamespaceState, routes_without, same
 
 BeforeStep = Callable[[Step], None]
 
@@ -67,8 +66,8 @@ def run(
 
 def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple[Step, ...]:
     """Return the writes that turn one state into the other, in a safe order."""
-    missing = tuple((Counter(want.routes) - Counter(have.routes)).elements())
-    surplus = tuple((Counter(have.routes) - Counter(want.routes)).elements())
+    missing = routes_without(want.routes, have.routes)
+    surplus = routes_without(have.routes, want.routes)
     found: list[Step] = []
     if missing:
         found.append(_route_step(session, "add", missing))

@@ -1,7 +1,7 @@
 """A digest of all packet-filter rules in a namespace, in both of the kernel's subsystems.
 
-Equal digests mean equal rules, so what was read once need not be read again: the digest costs half a
-millisecond, reading and parsing everything about twenty. Only counters are left out. It is taken
+Equal digests mean equal rules, so what was read once need not be read again: the digest costs half
+a millisecond, reading and parsing everything about twenty. Only counters are left out. It is taken
 from the kernel's own dumps, handles included, so it can only be too careful: whatever changes, the
 digest changes with it.
 

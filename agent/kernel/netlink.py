@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 class NetlinkSocket:
-    """A netlink socket in the namespace of the thread that makes it. Not for two threads at once."""
+    """A netlink socket in the namespace of the thread that made it; for one thread at a time."""
 
     def __init__(self, protocol: int) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)

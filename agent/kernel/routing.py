@@ -31,7 +31,7 @@ RTPROT_BOOT = 3
 RT_SCOPE_UNIVERSE, RT_SCOPE_HOST = 0, 254
 RTA_DST, RTA_OIF, RTA_TABLE = 1, 4, 15
 FR_ACT_TO_TBL = 1
-FRA_IIFNAME, FRA_FWMARK, FRA_TABLE, FRA_FWMASK, FRA_OIFNAME = 3, 10, 15, 16, 17
+FRA_IIFNAME, FRA_PRIORITY, FRA_FWMARK, FRA_TABLE, FRA_FWMASK, FRA_OIFNAME = 3, 6, 10, 15, 16, 17
 IFA_ADDRESS = 1
 
 RTMSG = struct.Struct("=BBBBBBBBI")  # struct rtmsg, and struct fib_rule_hdr of the same layout
@@ -76,7 +76,8 @@ def _policy_rules(rtnl: NetlinkSocket, family: Family) -> Iterator[PolicyRule]:
         if FRA_FWMASK in found and WORD.unpack(found[FRA_FWMASK])[0] != FULL_MASK:
             continue
         table = WORD.unpack(found[FRA_TABLE])[0] if FRA_TABLE in found else table
-        yield PolicyRule(family, WORD.unpack(found[FRA_FWMARK])[0], table)
+        priority = WORD.unpack(found[FRA_PRIORITY])[0] if FRA_PRIORITY in found else 0
+        yield PolicyRule(family, WORD.unpack(found[FRA_FWMARK])[0], table, priority)
 
 
 def _local_routes(rtnl: NetlinkSocket, family: Family) -> Iterator[LocalRoute]:
@@ -129,15 +130,17 @@ def _message(route: Route) -> tuple[int, int, bytes]:
     family = AF[route.family]
     if isinstance(route, PolicyRule):
         head = RTMSG.pack(family, 0, 0, 0, 0, 0, 0, FR_ACT_TO_TBL, 0)
-        mark = attribute(FRA_FWMARK, WORD.pack(route.mark))
-        return RTM_NEWRULE, RTM_DELRULE, head + mark + attribute(FRA_TABLE, WORD.pack(route.table))
+        words = {FRA_FWMARK: route.mark, FRA_FWMASK: FULL_MASK, FRA_TABLE: route.table}
+        if route.priority is not None:
+            words[FRA_PRIORITY] = route.priority
+        body = b"".join(attribute(kind, WORD.pack(word)) for kind, word in words.items())
+        return RTM_NEWRULE, RTM_DELRULE, head + body
     if isinstance(route, LocalRoute):
         scope = RT_SCOPE_HOST if route.family is Family.IPV4 else RT_SCOPE_UNIVERSE
         head = RTMSG.pack(family, 0, 0, 0, 0, RTPROT_BOOT, scope, RTN_LOCAL, 0)
         device = attribute(RTA_OIF, WORD.pack(LO_INDEX))
-        return RTM_NEWROUTE, RTM_DELROUTE, head + device + attribute(
-            RTA_TABLE, WORD.pack(route.table)
-        )
+        body = device + attribute(RTA_TABLE, WORD.pack(route.table))
+        return RTM_NEWROUTE, RTM_DELROUTE, head + body
     address, prefix = route.network.split("/")
     head = IFADDRMSG.pack(family, int(prefix), 0, 0, LO_INDEX)
     packed = ipaddress.ip_address(address).packed

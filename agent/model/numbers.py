@@ -31,3 +31,5 @@ LOOPBACK_V6 = "::1/128"
 # iptables-restore 1.8.9 takes at most 49 matches of one kind in one rule before its parser gives
 # up.
 MAX_MATCHES_PER_RULE = 49
+# nf_tables takes 128 expressions in a rule (NFT_RULE_MAXEXPRS); a range of ids needs three.
+MAX_RANGES_PER_RULE = 32

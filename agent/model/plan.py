@@ -6,7 +6,8 @@ one rule) an equivalent takes its place.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from agent.model import numbers
 from agent.model.ruleset import (
@@ -36,11 +37,15 @@ REDIRECT = Target("ISTIO_REDIRECT")
 
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyRule:
-    """`ip rule`: packets with this mark are routed by this table."""
+    """`ip rule`: packets with this mark are routed by this table.
+
+    `priority` is known of one that is there, and says nothing about whether two are the same.
+    """
 
     family: Family
     mark: int
     table: int
+    priority: int | None = field(default=None, compare=False)
 
     def command(self) -> str:
         return f"ip -{self.family.version} rule add fwmark {self.mark} lookup {self.table}"
@@ -84,8 +89,9 @@ class CapturePlan:
         return sum(ruleset.rule_count() for ruleset in self.rulesets.values())
 
 
+@lru_cache(maxsize=256)
 def plan(settings: Settings) -> CapturePlan:
-    """Return the capture that `settings` describes."""
+    """Return the capture that `settings` describes. Most pods of a node have the same."""
     rulesets = {family: _ruleset(settings, family) for family in settings.families}
     return CapturePlan(rulesets, routes(settings))
 
@@ -234,7 +240,9 @@ def _owner_groups(rules: _Rules, settings: Settings) -> str:
             owner = match("owner", "--gid-owner", excluded.text("-"))
             rules.add("nat", "ISTIO_OUTPUT", RETURN, owner)
         return "ISTIO_OUTPUT"
-    if len(groups) <= numbers.MAX_MATCHES_PER_RULE:
+    ranges = any(group.first != group.last for group in include.items)
+    limit = numbers.MAX_RANGES_PER_RULE if ranges else numbers.MAX_MATCHES_PER_RULE
+    if len(groups) <= limit:
         outside = [match("owner", "--gid-owner", group, negated=True) for group in groups]
         rules.add("nat", "ISTIO_OUTPUT", RETURN, *outside)
         return "ISTIO_OUTPUT"

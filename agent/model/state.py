@@ -1,7 +1,7 @@
 """What a namespace holds and what it should hold, as one comparable value."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from agent.model.plan import Route
@@ -46,6 +46,18 @@ class NamespaceState:
 
     def of(self, backend: str) -> Rulesets:
         return self.loaded.get(backend, {})
+
+
+def routes_without(routes: Iterable[Route], taken: Iterable[Route]) -> tuple[Route, ...]:
+    """Return `routes` less `taken`, copy for copy: what is there twice, taken once, stays once."""
+    left = list(taken)
+    kept = []
+    for route in routes:
+        if route in left:
+            left.remove(route)
+        else:
+            kept.append(route)
+    return tuple(kept)
 
 
 def same(one: NamespaceState, other: NamespaceState) -> bool:

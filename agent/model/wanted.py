@@ -15,8 +15,6 @@ from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, Namespace
 PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6)
 ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
 
-NO_PLAN = CapturePlan({})
-
 Shell = tuple[Family, str, str]
 """A built-in chain of iptables-nft: family, table, chain."""
 
@@ -31,15 +29,17 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of an earlier capture here: its plan, and what was there before it."""
+    """What is known of an earlier capture here: its plan, and what was there before it.
 
-    plan: CapturePlan = NO_PLAN
+    There are two plans while one takes the place of the other."""
+
+    plans: tuple[CapturePlan, ...] = ()
     before: Before | None = None
 
 
 def captured(have: NamespaceState, plan: CapturePlan, backend: str, known: Known) -> NamespaceState:
     """Return the namespace with exactly this capture in it, loaded by `backend`."""
-    base = _others(have, (known.plan, plan), known.before)
+    base = _others(have, (*known.plans, plan), known.before)
     rulesets: Rulesets = plan.rulesets
     if backend != NFTABLES:
         others = base.of(backend)
@@ -51,16 +51,18 @@ def captured(have: NamespaceState, plan: CapturePlan, backend: str, known: Known
             if family in plan.rulesets or family in others
         }
     kept = [route for route in base.routes if route not in plan.routes]
+    there = {route: route for route in have.routes}  # as it is there, with its priority
+    needed = [there.get(route, route) for route in plan.routes]
     return replace(
         base,
         loaded={**base.loaded, backend: rulesets},
-        routes=(*kept, *plan.routes),
+        routes=(*kept, *needed),
     )
 
 
 def uncaptured(have: NamespaceState, known: Known) -> NamespaceState:
     """Return the namespace without any capture, whoever made it."""
-    return _others(have, (known.plan,), known.before)
+    return _others(have, known.plans, known.before)
 
 
 def before_of(have: NamespaceState) -> Before:

@@ -19,7 +19,7 @@ from agent.formats.iptables_save import parse
 from agent.model.packet import Kind, Outcome, Packet, Trace
 from agent.model.ruleset import Family
 from tests.support.netns import inside
-from tests.support.wire_lab import FORWARDED, HOST, PORTS, USERS, Lab, Shot, lab
+from tests.support.wire_lab import CLIENT, HOST, PORTS, USERS, Lab, Shot, lab
 from tests.support.wire_rules import ADDRESSES, MARKS, OWN_SOURCES, Rules
 
 # Read when the module is imported: the tests themselves run without the caller's settings.
@@ -78,8 +78,8 @@ class Shooter:
         self._count += 1
         user = None if self._random.random() < 0.2 else pick(USERS)
         own = OWN_SOURCES[family]
-        forwarded = FORWARDED[family is Family.IPV6]
-        targets = ADDRESSES[family] if user else (*own, own[0], forwarded)
+        # A client reaches no loopback address; what it sends beyond the pod is forwarded.
+        targets = ADDRESSES[family] if user else (*own, *ADDRESSES[family][2:])
         # A source port of its own for each packet: no two share a conntrack entry.
         source_port = 20000 + self._count % 900 if self._random.random() < 0.2 else 0
         shot = Shot(
@@ -109,9 +109,7 @@ class Shooter:
 
 
 def _packet(shot: Shot, user: tuple[int, int] | None, family: Family) -> Packet:
-    source = shot.source
-    if user is None:
-        source = {Family.IPV4: "10.77.0.1", Family.IPV6: "fd77::1"}[family]
+    source = shot.source if user else CLIENT[family]
     return Packet(
         protocol=shot.protocol,
         destination=ipaddress.ip_address(shot.destination),

@@ -126,7 +126,8 @@ class Node:
 
     def end(self) -> None:
         """End the process; it ends by itself when the line is closed."""
-        self._lines.close()
+        with contextlib.suppress(OSError):  # it may be gone already, with a command unread
+            self._lines.close()
         self._socket.close()
         try:
             self._process.wait(5)

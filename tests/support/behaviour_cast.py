@@ -120,6 +120,7 @@ class Probe:
     port: int
     proto: str = "tcp"
     source: str | None = None
+    source_port: int | None = None
     transparent: bool = False
     mark: int = 0
 

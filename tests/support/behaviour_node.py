@@ -225,7 +225,7 @@ class Node:
             sock, selectors.EVENT_READ, lambda: self._finish(name, pending, found, _received(sock))
         )
         try:
-            self._bind(sock, probe.get("source"))
+            self._bind(sock, probe)
         except OSError:
             self._finish(name, pending, found, ("no-source", None, None))
             return
@@ -237,14 +237,17 @@ class Node:
         except OSError as error:
             self._finish(name, pending, found, _failed(error))
 
-    def _bind(self, sock: socket.socket, source: str | None) -> None:
+    def _bind(self, sock: socket.socket, probe: dict[str, Any]) -> None:
         """Take a port of our own for every connection.
 
-        The kernel gives the same port to connections to different ports. Redirected to one port,
-        they differ in nothing but what NAT changes at INPUT, and there the first connection's
-        socket has already claimed the second's SYN (early demultiplexing; IPv6, or transparent).
+        The kernel would give the same port to connections to different ports. Redirected to one
+        port, they are told apart by NAT at INPUT alone; and if the listener is transparent, the
+        first connection's socket has already claimed the second's SYN before that (seen on 6.18).
         """
-        address = source or ("::" if sock.family == socket.AF_INET6 else "0.0.0.0")
+        address = probe.get("source") or ("::" if sock.family == socket.AF_INET6 else "0.0.0.0")
+        if probe.get("source_port"):
+            sock.bind((address, probe["source_port"]))
+            return
         for port in itertools.islice(self._ports, 100):  # some may be in use by kept connections
             try:
                 sock.bind((address, port))
@@ -282,7 +285,7 @@ class Node:
         """Connect and keep the connection under the probe's name."""
         sock = self._client(probe)
         sock.settimeout(2)
-        self._bind(sock, probe.get("source"))
+        self._bind(sock, probe)
         sock.connect((probe["host"], probe["port"]))
         self._held[probe["name"]] = sock
         return _received(sock)
@@ -298,7 +301,9 @@ class Node:
         return _received(sock)
 
     def do_drop(self, name: str) -> None:
-        self._held.pop(name).close()
+        """Close a kept connection, if there is one."""
+        if sock := self._held.pop(name, None):
+            sock.close()
 
     # --- odd things that need privileges -----------------------------------------------------
 

@@ -61,11 +61,9 @@ def ip_commands(config: Config) -> list[str]:
     commands = ["ip -6 addr add ::6/128 dev lo"] if config["enable_ipv6"] else []
     if config["inbound_interception_mode"] == "TPROXY" and items(config, "inbound_ports_include"):
         mark, table = config["inbound_tproxy_mark"], config["inbound_tproxy_route_table"]
-        for version in versions:
-            commands.append(f"ip -{version} rule add fwmark {mark} lookup {table}")
-        for version in versions:
-            everything = "0.0.0.0/0" if version == 4 else "::/0"
-            commands.append(f"ip -{version} route add local {everything} dev lo table {table}")
+        whole = {4: "0.0.0.0/0", 6: "::/0"}
+        commands += [f"ip -{v} rule add fwmark {mark} lookup {table}" for v in versions]
+        commands += [f"ip -{v} route add local {whole[v]} dev lo table {table}" for v in versions]
     return commands
 
 

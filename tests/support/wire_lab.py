@@ -1,4 +1,4 @@
-"""A pod namespace and a peer that owns every other address, to see where real packets go."""
+"""A pod, a peer that owns every other address, and a client: to see where real packets go."""
 
 import contextlib
 import ipaddress
@@ -13,18 +13,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent.explain.host import Host, Interface, Route
+from agent.model.ruleset import Family
 from tests.support.netns import inside, namespace, path_of, run
 from tests.support.wire import PORTS, Shot
 
 WIRE = Path(__file__).with_name("wire.py")
 USERS = ((0, 0), (1000, 1000), (1337, 1337), (1000, 1337), (1337, 3000), (2000, 3000))
 
+# Each link of the pod: who is at the other end, and the addresses of both ends.
 LINKS = {
     "eth0": (
+        "peer",
         ("10.77.0.2/24", "10.77.0.3/24", "fd77::2/64", "fd77::3/64"),
-        ("10.77.0.1/24", "fd77::1/64"),
+        "10.77.0.1/24 fd77::1/64",
     ),
-    "net1": (("10.78.0.2/24", "fd78::2/64"), ("10.78.0.1/24", "fd78::1/64")),
+    "net1": ("peer", ("10.78.0.2/24", "fd78::2/64"), "10.78.0.1/24 fd78::1/64"),
+    "cli0": ("client", ("10.79.0.2/24", "fd79::2/64"), "10.79.0.1/24 fd79::1/64"),
 }
 ROUTES = (
     ("0.0.0.0/0", "10.77.0.1", "eth0"),
@@ -32,21 +36,19 @@ ROUTES = (
     ("::/0", "fd77::1", "eth0"),
     ("fd99::/16", "fd78::1", "net1"),
 )
+CLIENT = {Family.IPV4: "10.79.0.1", Family.IPV6: "fd79::1"}
 
 
-def reversed_v6(addresses: tuple[str, ...]) -> tuple[str, ...]:
-    old = tuple(address for address in addresses if ":" not in address)
-    return (*old, *(address for address in reversed(addresses) if ":" in address))
+def _interface(name: str) -> Interface:
+    addresses = [ipaddress.ip_interface(text) for text in LINKS[name][1]]
+    # The kernel lists the newest IPv6 address first, and takes that as source.
+    old = [address for address in addresses if address.version == 4]
+    new = [address for address in reversed(addresses) if address.version == 6]
+    return Interface(name, (*old, *new))
 
-
-FORWARDED = ("192.168.9.9", "fd99::9")  # what the peer sends through the pod
 
 HOST = Host(
-    interfaces=tuple(
-        # The kernel lists the newest IPv6 address first, and takes it as source.
-        Interface(name, tuple(ipaddress.ip_interface(text) for text in reversed_v6(own)))
-        for name, (own, _) in LINKS.items()
-    ),
+    interfaces=tuple(_interface(name) for name in LINKS),
     routes=tuple(Route(ipaddress.ip_network(net), link) for net, _, link in ROUTES),
     forwarding=True,
 )
@@ -56,10 +58,11 @@ Received = dict[str, tuple[str, int]]
 
 @dataclass(slots=True)
 class Lab:
-    """Two namespaces with listeners in both, and senders in the pod (and one in the peer)."""
+    """Pod and peer with listeners in both, and senders in the pod and in a client of it."""
 
     pod: str
     peer: str
+    client: str
     received: Received = field(default_factory=dict)
     _processes: list[subprocess.Popen[str]] = field(default_factory=list)
     _senders: dict[tuple[int, int] | None, subprocess.Popen[str]] = field(default_factory=dict)
@@ -71,7 +74,7 @@ class Lab:
             threading.Thread(target=self._collect, args=(listener,), daemon=True).start()
         for user in USERS:
             self._senders[user] = self._launch(self.pod, "send", *map(str, user))
-        self._senders[None] = self._launch(self.peer, "send", "0", "0")
+        self._senders[None] = self._launch(self.client, "send", "0", "0")
 
     def _launch(self, space: str, *arguments: str) -> subprocess.Popen[str]:
         command = ["nsenter", f"--net={path_of(space)}", "--", sys.executable, "-I", str(WIRE)]
@@ -92,7 +95,7 @@ class Lab:
             self._lines.put(line)
 
     def shoot(self, user: tuple[int, int] | None, shot: Shot) -> None:
-        """Send from the pod as a user; None: from the peer."""
+        """Send from the pod as a user; None: from the client."""
         sender = self._senders[user].stdin
         assert sender is not None
         sender.write(shot.line())
@@ -122,9 +125,13 @@ class Lab:
 @contextlib.contextmanager
 def lab() -> Iterator[Lab]:
     """Make the namespaces, start the programs, and take everything away again."""
-    with namespace("pod") as pod, namespace("peer") as peer:
-        _wire(pod, peer)
-        found = Lab(pod, peer)
+    with namespace("pod") as pod, namespace("peer") as peer, namespace("client") as client:
+        spaces = {"pod": pod, "peer": peer, "client": client}
+        _settings(spaces)
+        for link, (there, own, other) in LINKS.items():
+            _link(link, pod, own, spaces[there], tuple(other.split()))
+        _routes(spaces)
+        found = Lab(pod, peer, client)
         try:
             found.start()
             yield found
@@ -132,40 +139,44 @@ def lab() -> Iterator[Lab]:
             found.stop()
 
 
-def _wire(pod: str, peer: str) -> None:
-    settings = ["net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.default.rp_filter=0"]
-    lenient = ["net.ipv4.conf.all.accept_local=1", "net.ipv4.conf.default.accept_local=1"]
+def _settings(spaces: dict[str, str]) -> None:
+    lenient = ["net.ipv4.conf.all.rp_filter=0", "net.ipv4.conf.default.rp_filter=0"]
+    for space in spaces.values():
+        inside(space, "sysctl", "-qw", *lenient)
     forwarding = ["net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1"]
-    inside(pod, "sysctl", "-qw", *settings, *forwarding)
-    inside(peer, "sysctl", "-qw", *settings, *lenient)
-    for link, (own, other) in LINKS.items():
-        run("ip", "link", "add", link, "netns", pod, "type", "veth", "peer", link, "netns", peer)
-        for space, addresses in ((pod, own), (peer, other)):
-            run("ip", "-n", space, "link", "set", link, "up")
-            for address in addresses:
-                nodad = ("nodad",) if ":" in address else ()
-                run("ip", "-n", space, "addr", "add", address, "dev", link, *nodad)
-        _neighbours(pod, peer, link)
-    for network, gateway, link in ROUTES:
-        run("ip", "-n", pod, "route", "add", network, "via", gateway, "dev", link)
-    for version, everything in (("-4", "0.0.0.0/0"), ("-6", "::/0")):
-        # The peer answers for every address that nobody has, and sends a few through the pod.
-        local = ("local", everything, "dev", "lo", "table", "253")
-        run("ip", "-n", peer, version, "route", "add", *local)
-        run("ip", "-n", peer, version, "rule", "add", "pref", "32767", "lookup", "253", check=False)
-        run("ip", "-n", peer, version, "rule", "add", "iif", "lo", "pref", "100", "lookup", "100")
-    for address, gateway in zip(FORWARDED, ("10.77.0.2", "fd77::2"), strict=True):
-        run("ip", "-n", peer, "route", "add", address, "via", gateway, "table", "100")
+    inside(spaces["pod"], "sysctl", "-qw", *forwarding)
 
 
-def _neighbours(pod: str, peer: str, link: str) -> None:
-    """Fix the neighbours: IPv6 discovery passes the rules, and a DROP would look like a verdict."""
-    own, other = LINKS[link]
-    for space, there, addresses in ((pod, peer, other), (peer, pod, own)):
-        shown = json.loads(run("ip", "-j", "-n", there, "link", "show", link))
+def _link(name: str, pod: str, own: tuple[str, ...], there: str, other: tuple[str, ...]) -> None:
+    run("ip", "link", "add", name, "netns", pod, "type", "veth", "peer", name, "netns", there)
+    for space, addresses in ((pod, own), (there, other)):
+        run("ip", "-n", space, "link", "set", name, "up")
         for address in addresses:
-            place = ("lladdr", shown[0]["address"], "dev", link, "nud", "permanent")
+            nodad = ("nodad",) if ":" in address else ()
+            run("ip", "-n", space, "addr", "add", address, "dev", name, *nodad)
+    # Fixed neighbours: IPv6 discovery passes the rules, and a DROP would look like a verdict.
+    for space, far, addresses in ((pod, there, other), (there, pod, own)):
+        shown = json.loads(run("ip", "-j", "-n", far, "link", "show", name))
+        place = ("lladdr", shown[0]["address"], "dev", name, "nud", "permanent")
+        for address in addresses:
             run("ip", "-n", space, "neigh", "replace", address.split("/")[0], *place)
 
 
-__all__ = ["FORWARDED", "HOST", "PORTS", "USERS", "Lab", "Received", "Shot", "lab"]
+def _routes(spaces: dict[str, str]) -> None:
+    for network, gateway, link in ROUTES:
+        run("ip", "-n", spaces["pod"], "route", "add", network, "via", gateway, "dev", link)
+    for everything, client, pod in (
+        ("0.0.0.0/0", "10.79.0.0/24", "10.77.0.2"),
+        ("::/0", "fd79::/64", "fd77::2"),
+    ):
+        version = "-6" if ":" in everything else "-4"
+        peer = ("ip", "-n", spaces["peer"], version)
+        # The peer answers for every address that nobody has.
+        run(*peer, "route", "add", "local", everything, "dev", "lo", "table", "253")
+        run(*peer, "rule", "add", "pref", "32767", "lookup", "253", check=False)
+        run(*peer, "route", "add", client, "via", pod)
+        gateway = LINKS["cli0"][1][version == "-6"].split("/")[0]
+        run("ip", "-n", spaces["client"], version, "route", "add", "default", "via", gateway)
+
+
+__all__ = ["CLIENT", "HOST", "PORTS", "USERS", "Lab", "Received", "Shot", "lab"]
