@@ -24,13 +24,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(wanted: str) -> argparse.ArgumentParser:
+    """Return the parser with the options of one command: only its module is imported."""
     parser = _Parser(
         prog="intercept-agent",
         description="Steers the traffic of mesh pods into their sidecar proxy, and proves it.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
+        if name != wanted:
+            commands.add_parser(name, help=summary)
+            continue
         module = importlib.import_module(f"agent.cli.{name}_command")
         sub = commands.add_parser(
             name,
@@ -48,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1, 2, 3 or 4 as the contract has them."""
-    arguments = _parser().parse_args(words)
+    given = list(sys.argv[1:] if words is None else words)
+    command = next((word for word in given if not word.startswith("-")), "")
+    arguments = _parser(command).parse_args(given)
     try:
         return int(arguments.run(arguments))
     except AgentError as error:

@@ -1,10 +1,101 @@
-"""Walk one packet through the loaded rules."""
+"""Walk one packet through the loaded rules: each rule looked at, its setting, and the verdict."""
 
 import argparse
+import ipaddress
 
-EXAMPLES = ""
+from agent.backends.session import reading
+from agent.capture.observe import observe
+from agent.cli import output
+from agent.cli.target import add_netns_option, opened
+from agent.explain import render
+from agent.explain.trace import trace
+from agent.kernel.topology import read_host
+from agent.model.errors import InvalidSettings
+from agent.model.packet import Address, Packet
+from agent.model.values import MAX_ID, MAX_PORT
+
+EXAMPLES = """examples:
+  intercept-agent trace --netns web --uid 1000 --to 10.0.0.9:5432
+  intercept-agent trace --netns web --uid 1337 --to '[fd00::9]:443'
+  intercept-agent trace --netns web --in --from 10.0.0.7 --to 10.0.0.5:8080
+  intercept-agent trace --netns web --uid 1000 --to 10.96.0.10:53 --proto udp -o json
+"""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None: ...
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_netns_option(parser)
+    parser.add_argument("--uid", metavar="U", help="user of the sending process (0)")
+    parser.add_argument("--gid", metavar="G", help="its group (as --uid)")
+    parser.add_argument("--to", metavar="ADDR:PORT", required=True, help="destination")
+    parser.add_argument("--from", dest="source", metavar="ADDR", help="source address")
+    parser.add_argument("--proto", choices=("tcp", "udp"), default="tcp")
+    parser.add_argument("--in", dest="inbound", action="store_true", help="a packet that arrives")
+    parser.add_argument("--all", action="store_true", help="show every rule that was looked at")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+
+
 def run(arguments: argparse.Namespace) -> int:
-    return 3
+    packet = _packet(arguments)
+    with opened(arguments.netns, allow_node=True) as target, reading(target.netns) as session:
+        state = observe(session)
+        found = trace(state, read_host(target.netns), packet, inbound=arguments.inbound)
+    if arguments.output == "json":
+        output.print_json(render.to_json(found))
+    else:
+        output.warn(state.unreadable)
+        print(render.to_text(found, all_rules=arguments.all), end="")
+    return 0
+
+
+def _packet(arguments: argparse.Namespace) -> Packet:
+    """Return the packet that the options describe.
+
+    Raises: InvalidSettings with every mistake.
+    """
+    problems: list[str] = []
+    destination, port = _endpoint(arguments.to, problems)
+    source = _address("--from", arguments.source, problems) if arguments.source else None
+    uid = None if arguments.inbound else _identity("--uid", arguments.uid or "0", problems)
+    gid = _identity("--gid", arguments.gid, problems) if arguments.gid else uid
+    if arguments.inbound and (arguments.uid or arguments.gid):
+        problems.append("--uid and --gid: a packet that arrives (--in) belongs to no process here")
+    if source is not None and destination is not None and source.version != destination.version:
+        problems.append(f"--from {source} and --to {destination} are of different families")
+    if problems or destination is None:
+        raise InvalidSettings(tuple(problems))
+    return Packet(
+        protocol=arguments.proto,
+        destination=destination,
+        dport=port,
+        source=source,
+        uid=uid,
+        gid=gid,
+    )
+
+
+def _endpoint(text: str, problems: list[str]) -> tuple[Address | None, int]:
+    address, colon, port = text.rpartition(":")
+    if not colon or not address or (":" in address and not address.startswith("[")):
+        problems.append(f"--to {text!r}: write ADDRESS:PORT, or [ADDRESS]:PORT for IPv6")
+        return None, 0
+    number = _number("--to", port, 1, MAX_PORT, problems)
+    return _address("--to", address.strip("[]"), problems), number
+
+
+def _address(option: str, text: str, problems: list[str]) -> Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        problems.append(f"{option} {text!r} is not an IP address; names are not looked up")
+        return None
+
+
+def _identity(option: str, text: str, problems: list[str]) -> int:
+    return _number(option, text, 0, MAX_ID, problems)
+
+
+def _number(option: str, text: str, low: int, high: int, problems: list[str]) -> int:
+    if text.isascii() and text.isdigit() and low <= int(text) <= high:
+        return int(text)
+    problems.append(f"{option} {text!r} is not a number from {low} to {high}")
+    return 0

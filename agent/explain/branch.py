@@ -9,7 +9,7 @@ from agent.model.ruleset import Chain, Rule, Ruleset
 
 CONNTRACK = "conntrack"
 
-# The tables of each hook by priority; conntrack comes between raw and mangle.
+# The tables of each hook. The kernel calls them by priority.
 HOOKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "PREROUTING": ("raw", CONNTRACK, "mangle", "nat"),
@@ -19,15 +19,19 @@ HOOKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "POSTROUTING": ("mangle", "nat"),
     }
 )
+PRIORITIES: Mapping[str, int] = MappingProxyType(
+    {"raw": -300, CONNTRACK: -200, "mangle": -150, "filter": 0, "security": 50}
+)
 # Where nat changes the destination; at the other two of its hooks it changes the source.
 DESTINATION_HOOKS = frozenset({"PREROUTING", "OUTPUT"})
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One loaded set of rules. The kernel calls layers in the order in which they are given.
+    """One loaded set of rules.
 
-    That order is the reverse of the order in which they were first programmed (kernel fact 11).
+    At equal priority the kernel calls layers in the order in which they are given: the reverse of
+    that in which they were programmed (kernel fact 11). `backend` is a name of `agent.model.state`.
     """
 
     backend: str
@@ -45,19 +49,27 @@ class Visit:
 
 def visits(layers: Sequence[Layer]) -> dict[str, tuple[Visit, ...]]:
     """Return for each hook what a packet visits there, in order."""
-    found: dict[str, list[Visit]] = {hook: [] for hook in HOOKS}
-    tables = {
-        (index, table.name): Visit(table.name, layer.backend, {c.name: c for c in table.chains})
-        for index, layer in enumerate(layers)
+    tables = [
+        Visit(table.name, layer.backend, {chain.name: chain for chain in table.chains})
+        for layer in layers
         for table in layer.ruleset.tables
-    }
+    ]
+    tables.append(Visit(CONNTRACK))
+    found = {}
     for hook, names in HOOKS.items():
-        for name in names:
-            if name == CONNTRACK:
-                found[hook].append(Visit(CONNTRACK))
-            at_hook = (tables.get((index, name)) for index in range(len(layers)))
-            found[hook] += (visit for visit in at_hook if visit and hook in visit.chains)
-    return {hook: tuple(order) for hook, order in found.items()}
+        here = [t for t in tables if t.table in names and (hook in t.chains or not t.backend)]
+        # Sorting keeps the order of layers where priorities are equal.
+        found[hook] = tuple(sorted(here, key=lambda visit: _priority(visit, hook)))
+    return found
+
+
+def _priority(visit: Visit, hook: str) -> int:
+    if visit.table == "nat":
+        first = -1 if visit.backend == "nftables" else 0  # ours is there to be asked first
+        return (-100 if hook in DESTINATION_HOOKS else 100) + first
+    if visit.table == "security" and visit.backend == "iptables-nft":
+        return 150  # where iptables-nft 1.8.9 hooks it, behind that of iptables-legacy
+    return PRIORITIES[visit.table]
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,8 +168,8 @@ class _Walk:
         if branch.route == LOOPBACK:  # looped: it still has the route it was sent with
             branch.hook = "INPUT"
             return True
-        outside = packet.in_interface != LOOPBACK and not host.route_localnet
-        if outside and packet.destination in LOOPBACK_NETWORKS[0]:
+        networks = LOOPBACK_NETWORKS[host.route_localnet :]  # the switch is for IPv4 only
+        if any(packet.destination in network for network in networks):
             return self._lost(branch, f"{packet.destination} cannot be reached from outside")
         route = host.lookup(packet.destination, packet.mark)
         if route is None:

@@ -43,6 +43,12 @@ class Case:
     def expected(self) -> list[Place]:
         return [_place(outcome) for outcome in self.trace.outcomes]
 
+    def observable(self) -> bool:
+        """Whether a TCP answer can come back, without which nobody sees who received the packet."""
+        packet = self.trace.packet
+        lost = packet.protocol == "tcp" and str(packet.source) == "::1"
+        return not (lost and any(not outcome.local for outcome in self.trace.outcomes))
+
     def story(self, seen: Place) -> str:
         return f"received by {seen}, expected {self.expected()}: {self.shot}\n{to_text(self.trace)}"
 
@@ -100,7 +106,7 @@ class Shooter:
         wrong = []
         for case in self.cases:
             seen = self._lab.received.get(case.shot.nonce)
-            if seen not in case.expected():
+            if case.observable() and seen not in case.expected():
                 wrong.append(case.story(seen))
         total = len(self.cases)
         assert not wrong, f"{len(wrong)} of {total} packets went elsewhere:\n" + "\n".join(

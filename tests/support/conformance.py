@@ -205,7 +205,7 @@ def flags(config: Mapping[str, object], *, short: bool = False) -> list[str]:
     """Return the settings as the flags of istio-iptables, and what it finds out by itself."""
     words = ["--enable-ipv6", "true" if config.get("enable_ipv6") else "false"]
     servers = [*_texts(config, "dns_servers_v4"), *_texts(config, "dns_servers_v6")]
-    if servers:
+    if servers or config.get("redirect_dns"):
         words += ["--dns-servers", ",".join(servers)]
     for key, value in config.items():
         if key in FLAGS:

@@ -361,16 +361,6 @@ GAPS = (
         },
     ),
     Gap(
-        name="all-addresses-excluded",
-        config={
-            "outbound_ip_ranges_include": "*",
-            "outbound_ip_ranges_exclude": "0.0.0.0/0",
-        },
-        chains={
-            "4 nat ISTIO_OUTPUT": [START_4, *OWNERS_4, LOOPBACK_4, "-j RETURN", "-j ISTIO_REDIRECT"]
-        },
-    ),
-    Gap(
         name="loopback-range-included",
         config={"outbound_ip_ranges_include": "127.9.0.0/16", "enable_ipv6": True},
         chains={
@@ -399,25 +389,10 @@ GAPS = (
             "inbound_ports_include": ",".join(map(str, range(3000, 3020))),
             "outbound_ports_exclude": ",".join(map(str, range(4000, 4020))),
         },
-        chains={
-            "4 nat ISTIO_INBOUND": [
-                TUNNEL,
-                *(f"-p tcp -m tcp --dport {p} -j ISTIO_IN_REDIRECT" for p in range(3000, 3020)),
-            ]
-        },
     ),
     Gap(
         name="forty-nine-owner-groups",
         config={"owner_groups_include": ",".join(map(str, range(2000, 2049)))},
-        chains={
-            "4 nat ISTIO_OUTPUT": [
-                START_4,
-                *OWNERS_4,
-                " ".join(f"-m owner ! --gid-owner {group}" for group in range(2000, 2049))
-                + " -j RETURN",
-                LOOPBACK_4,
-            ]
-        },
     ),
     Gap(
         name="many-excluded-owner-groups",

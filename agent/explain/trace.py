@@ -1,0 +1,27 @@
+"""Walks a packet through what is loaded in a namespace now. Reads only."""
+
+from collections.abc import Sequence
+
+from agent.explain.branch import Layer
+from agent.explain.walk import walk
+from agent.backends import registry
+from agent.model.host import Host
+from agent.model.packet import Packet, Trace
+from agent.model.state import NFTABLES, NamespaceState
+
+
+def trace(state: NamespaceState, host: Host, packet: Packet, *, inbound: bool) -> Trace:
+    """Return the walk of a packet through every loaded set of rules. Pure."""
+    return walk(layers(state), packet, host, inbound=inbound)
+
+
+def layers(state: NamespaceState) -> Sequence[Layer]:
+    """Return the loaded sets of rules in the order in which the kernel calls them.
+
+    Our nftables table stands at priority -101, before everybody's. Between the iptables flavours
+    the order is that of their making (kernel fact 11), which cannot be read back.
+    """
+    order = (NFTABLES, registry.GUARD, *(n for n in registry.ALL if n != NFTABLES))
+    return [
+        Layer(name, ruleset) for name in order for ruleset in state.of(name).values()
+    ]
