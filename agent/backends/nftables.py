@@ -4,12 +4,14 @@ Everything is replaced at once for both families, so no packet meets a half-made
 but ours is ever touched.
 """
 
+from functools import lru_cache
+
 from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.formats import nft_json, nft_text
 from agent.kernel import nft
 from agent.model.errors import StateUnreadable
-from agent.model.ruleset import Rulesets
+from agent.model.ruleset import Ruleset, Rulesets
 from agent.model.state import NFTABLES
 
 TABLE = "intercept-agent"
@@ -39,6 +41,12 @@ class Nftables:
             script = nft_text.render_delete(self.table)
             what = f"delete table inet {self.table}"
         else:
-            script = nft_text.render_table(self.table, want)
+            script = _render(self.table, tuple(want.values()), replace=bool(have))
             what = f"load table inet {self.table} in one transaction"
         return (Step(what, lambda: session.require_nft().run(script)),)
+
+
+@lru_cache(maxsize=64)
+def _render(table: str, rulesets: tuple[Ruleset, ...], *, replace: bool) -> str:
+    """Return the script. Most pods of a node get the same, so it is kept."""
+    return nft_text.render_table(table, {r.family: r for r in rulesets}, replace=replace)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from agent.kernel import locks
+from agent.kernel import locks, reaper
 from agent.kernel.filters import FilterEye
 from agent.kernel.netlink import NETLINK_ROUTE, NetlinkSocket
 from agent.kernel.netns import Netns
@@ -29,6 +29,7 @@ class Session:
 
     @classmethod
     def open(cls, netns: Netns, lock_fd: int | None = None) -> "Session":
+        reaper.start()
         eye, rtnl = netns.run(lambda: (FilterEye(), NetlinkSocket(NETLINK_ROUTE)))
         return cls(netns, eye, rtnl, lock_fd)
 
@@ -59,8 +60,8 @@ class Session:
 
     def close(self) -> None:
         if "nft" in self.__dict__ and self.nft is not None:
-            self.nft.close()
-        self.eye.close()
+            reaper.close_later(self.nft)
+        reaper.close_later(self.eye)
         self.rtnl.close()
 
 

@@ -115,7 +115,8 @@ def _recorded(netns: Netns, old: record.Record | None, new: record.Record) -> It
     if old == new:
         yield
         return
-    record.save(netns, replace(old, pending=new.settings) if old else new)
+    saved = replace(old, pending=new.settings) if old else new
+    record.save(netns, saved)
     try:
         yield
     except BaseException:
@@ -124,7 +125,8 @@ def _recorded(netns: Netns, old: record.Record | None, new: record.Record) -> It
         else:
             record.drop(netns)
         raise
-    record.save(netns, new)
+    if saved != new:
+        record.save(netns, new)
 
 
 def _surroundings(have: NamespaceState, backend: str) -> tuple[str, ...]:

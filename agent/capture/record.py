@@ -69,7 +69,7 @@ def save(netns: Netns, record: Record) -> None:
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft.write_text(json.dumps(_encode(record), indent=1))
+        draft.write_text(json.dumps(_encode(record)))
         draft.rename(path)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from agent.backends import registry
 from agent.explain.branch import Layer
 from agent.explain.walk import walk
-from agent.backends import registry
 from agent.model.host import Host
 from agent.model.packet import Packet, Trace
 from agent.model.state import NFTABLES, NamespaceState
@@ -22,6 +22,4 @@ def layers(state: NamespaceState) -> Sequence[Layer]:
     the order is that of their making (kernel fact 11), which cannot be read back.
     """
     order = (NFTABLES, registry.GUARD, *(n for n in registry.ALL if n != NFTABLES))
-    return [
-        Layer(name, ruleset) for name in order for ruleset in state.of(name).values()
-    ]
+    return [Layer(name, ruleset) for name in order for ruleset in state.of(name).values()]

@@ -7,15 +7,12 @@ What the library does that callers must know (measured with 1.0.6 on kernel 6.18
 
 - A context holds a netlink socket, which belongs to the namespace of the thread that opened it.
   After that the context may be run from any thread, by one at a time.
-- Closing that socket after a transaction that deleted something waits about 11 ms in the kernel.
 - It ends the whole process with exit(3) when it cannot open its socket, so that is tried first.
 """
 
-import contextlib
 import ctypes
 import errno
 import os
-import queue
 import socket
 import threading
 
@@ -29,9 +26,6 @@ OUTPUT_JSON = 1 << 4
 # Numbers in place of names for protocols, priorities, symbols and times: names depend on files of
 # whatever root directory the process has. Users and groups are numbers by default.
 OUTPUT_NUMERIC_ALL = (1 << 7) | (1 << 8) | (1 << 9) | (1 << 10)
-
-# Contexts waiting to be freed; beyond that the closing thread frees its own.
-REAPER_QUEUE = 64
 
 
 class NoSuchObject(KernelRejected):
@@ -75,7 +69,7 @@ def load(name: str = LIBRARY) -> ctypes.CDLL:
 class Nft:
     """A libnftables context in the network namespace of the thread that makes it.
 
-    It may be used from any thread. It keeps its namespace alive until `close` or `close_later`.
+    It may be used from any thread. It keeps its namespace alive until it is closed.
     """
 
     def __init__(self) -> None:
@@ -122,24 +116,11 @@ class Nft:
         return output
 
     def close(self) -> None:
-        """Free the context now; closing twice does nothing. May wait 11 ms (see above)."""
+        """Free the context, which may wait 11 ms (see reaper.py); closing twice does nothing."""
         with self._lock:
             context, self._context = self._context, None
         if context is not None:
             self._library.nft_ctx_free(context)
-
-    def close_later(self) -> None:
-        """Let the reaper free the context; free it here if there is none or it is behind.
-
-        The context must not be used afterwards.
-        """
-        if _reaper is None:
-            self.close()
-            return
-        try:
-            _reaper.put_nowait(self)
-        except queue.Full:
-            self.close()
 
     def __enter__(self) -> "Nft":
         return self
@@ -163,28 +144,3 @@ def _rejection(error: str, script: str) -> KernelRejected:
     if os.strerror(errno.ENOENT) in said:
         return NoSuchObject(message, script=script)
     return KernelRejected(message, script=script)
-
-
-_reaper: "queue.Queue[Nft] | None" = None
-
-
-def start_reaper() -> None:
-    """Start the thread that frees contexts given to `close_later`; a second call does nothing.
-
-    Call it from a thread in the home namespace, never from one that has entered a pod: a thread
-    begins in the namespace of its parent, and this one lives for ever and would pin it.
-    """
-    global _reaper
-    if _reaper is None:
-        waiting: queue.Queue[Nft] = queue.Queue(REAPER_QUEUE)
-        threading.Thread(target=_reap, args=(waiting,), name="nft-reaper", daemon=True).start()
-        _reaper = waiting
-
-
-def _reap(waiting: "queue.Queue[Nft]") -> None:
-    while True:
-        with contextlib.suppress(Exception):  # the thread must outlive any one context
-            waiting.get().close()
-        # The last context must not stay referenced while the queue is empty; get() returns it as a
-        # temporary, so nothing here does.
-        waiting.task_done()

@@ -49,6 +49,7 @@ class Netns:
     path: str
     id: NetnsId
     fd: int = field(repr=False)
+    _cookie: int | None = field(default=None, repr=False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -110,7 +111,9 @@ class Netns:
                 return int(struct.unpack("Q", raw)[0])
             return None
 
-        return self.run(ask)
+        if self._cookie is None:
+            self._cookie = self.run(ask)
+        return self._cookie
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -24,7 +24,6 @@ class LibraryDoor:
     """libnftables in this process; its context belongs to the namespace that it was made in."""
 
     def __init__(self, netns: Netns) -> None:
-        libnftables.start_reaper()
         self._nft = netns.run(libnftables.Nft)
 
     def run(self, script: str) -> None:
@@ -37,7 +36,7 @@ class LibraryDoor:
             raise StateUnreadable(f"cannot list nf_tables: {error}") from error
 
     def close(self) -> None:
-        self._nft.close_later()
+        self._nft.close()
 
 
 class ToolDoor:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from agent.model import numbers
 from tests.support.pod import (
     APP_PORT,
     APP_UID,
@@ -130,7 +131,9 @@ def show(pod: Pod) -> None:
     )
 
     heading("4. Why? One packet, walked through the rules that are loaded")
-    agent("trace", "--netns", name, "--uid", str(APP_UID), "--to", f"{PEER[4]}:{OUTSIDE_PORT}")
+    to = f"{PEER[4]}:{OUTSIDE_PORT}"
+    said = agent("trace", "--netns", name, "--uid", str(APP_UID), "--to", to)
+    require(str(numbers.PROXY_PORT) in said, "trace does not say what the traffic just did")
 
     heading("5. Is everything as it should be?")
     agent("check", "--netns", name, *CAPTURE)

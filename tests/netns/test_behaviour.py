@@ -166,6 +166,15 @@ def test_capture_does_what_its_settings_say(pod: World, untouched: Table, case: 
     assert wrong == {}, case.about
 
 
+@pytest.mark.parametrize("version", "46")
+def test_names_of_interfaces_are_compared_whole(pod: World, version: str) -> None:
+    """net1 is not lo. In IPv6 python-iptables compares only the lowest bit of each letter."""
+    pod.capture(EVERYTHING)
+    assert pod.meet(f"app>vm{version}:80").who == "proxy:15001"
+    pod.capture(TPROXY)
+    assert pod.meet(f"vm>second{version}:8080").who == "proxy:15006"
+
+
 def test_tproxy_without_a_listener_lets_nothing_through(pod: World) -> None:
     """iptables drops what it cannot hand to a listener; a backend that goes on opens the pod."""
     pod.capture(TPROXY)

@@ -16,6 +16,7 @@ from tests.support.conformance import (
     NOBODY,
     Golden,
     Ran,
+    assert_same,
     cli,
     cli_process,
     defaults,
@@ -84,7 +85,7 @@ def run(golden: Golden, group_file: Path, *words: str, **extra: dict[str, str]) 
 def assert_loaded(name: str, golden: Golden, backend: str) -> None:
     """Assert that the namespace holds the golden's rules in this flavour and none in the other."""
     for version in (4, 6):
-        assert loaded(name, backend, version) == rules_of(golden.canonical[version])
+        assert_same(loaded(name, backend, version), rules_of(golden.canonical[version]))
         (other,) = set(BACKENDS) - {backend}
         assert loaded(name, other, version) == {}
 
@@ -167,10 +168,10 @@ def test_planned_restore_text_loads_exactly_the_golden(
     assert tuple(parts.get("routes", "").splitlines()) == golden.ip_commands
     for version in (4, 6):
         text = parts.get(f"ipv{version}", "")
-        assert rules_of(text) == rules_of(golden.canonical[version])
+        assert_same(rules_of(text), rules_of(golden.canonical[version]))
         for backend in BACKENDS if text else ():
             load(netns, backend, version, text)
-            assert loaded(netns, backend, version) == rules_of(golden.canonical[version])
+            assert_same(loaded(netns, backend, version), rules_of(golden.canonical[version]))
 
 
 def test_plan_needs_no_privileges(open_folder: Path) -> None:

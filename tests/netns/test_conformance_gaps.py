@@ -14,6 +14,7 @@ from tests.support import istio_rules
 from tests.support.conformance import (
     BACKENDS,
     Rules,
+    assert_same,
     cli,
     defaults,
     environment,
@@ -45,9 +46,12 @@ SMALL: Mapping[str, object] = {"outbound_ip_ranges_include": "10.0.0.0/8", "prox
 OTHER: Mapping[str, object] = {**SMALL, "inbound_ports_include": "*", "enable_ipv6": True}
 
 
-@pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INTERCEPT_STATE_DIR", str(tmp_path / "state"))
+@pytest.fixture(autouse=True, scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what the agent remembers of the shared namespaces from test to test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INTERCEPT_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def apply(name: str, backend: str, config: Mapping[str, object], folder: Path) -
 
 def assert_rules(name: str, backend: str, want: Mapping[int, Rules]) -> None:
     for version in (4, 6):
-        assert loaded(name, backend, version) == want[version]
+        assert_same(loaded(name, backend, version), want[version])
 
 
 @pytest.mark.parametrize("gap", GAPS, ids=lambda gap: gap.name)
@@ -152,9 +156,10 @@ def test_owner_groups_beyond_the_limit_of_iptables_decide_as_few_do(
 
 def captured_groups(name: str, groups: tuple[int, ...]) -> list[int]:
     """Return the groups whose connections come out at the port that a capture sends them to."""
-    inside(name, "ip", "link", "add", "d0", "type", "dummy")
-    inside(name, "ip", "addr", "add", "10.9.0.1/24", "dev", "d0")
-    inside(name, "ip", "link", "set", "d0", "up")
+    inside(name, "ip", "link", "add", "out0", "type", "veth", "peer", "name", "nowhere0")
+    inside(name, "ip", "addr", "add", "10.9.0.1/24", "dev", "out0")
+    for device in ("out0", "nowhere0"):
+        inside(name, "ip", "link", "set", device, "up")
     program = (
         "import os, socket, sys\n"
         "server = socket.create_server(('0.0.0.0', 15001))\n"

@@ -5,9 +5,12 @@
 whether a difference is in the rules or in the way they get there.
 """
 
+import atexit
 import contextlib
+import functools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -138,13 +141,21 @@ DEFAULTS: Raw = {
 def _own_state() -> Iterator[None]:
     """Keep what the agent remembers of the tests' namespaces out of the machine's own state."""
     before = os.environ.get(STATE)
-    os.environ[STATE] = str(Path(tempfile.gettempdir()) / f"it-behaviour-{os.getpid()}")
+    os.environ[STATE] = _state_dir()
     try:
         yield
     finally:
         os.environ.pop(STATE)
         if before is not None:
             os.environ[STATE] = before
+
+
+@functools.cache
+def _state_dir() -> str:
+    """Return a folder that is there while this process runs."""
+    path = tempfile.mkdtemp(prefix="it-behaviour-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 PROGRAMS: Mapping[str, Callable[[str], Program]] = {

@@ -4,6 +4,7 @@ The goldens are not in this repository: they are looked for in `shared/cases` ne
 """
 
 import contextlib
+import difflib
 import io
 import json
 import os
@@ -242,11 +243,26 @@ def rules_of(text: str) -> Rules:
         elif line.startswith("-A "):
             _, chain, rule = line.split(" ", 2)
             chains.setdefault(chain, []).append(re.sub(r"\[\d+:\d+\] ?", "", rule).rstrip())
-    return {table: held for table, held in sorted(found.items()) if held}
+    return {table: dict(sorted(held.items())) for table, held in sorted(found.items()) if held}
 
 
 def loaded(namespace: str, backend: str, version: int) -> Rules:
     return rules_of(inside(namespace, f"{_tool(backend, version)}-save"))
+
+
+def assert_same(have: Rules, want: Rules) -> None:
+    """Fail with the difference as one reads it: `-` is missing, `+` should not be there."""
+    lines = [
+        [
+            f"{table} {chain} {rule}"
+            for table in rules
+            for chain in rules[table]
+            for rule in rules[table][chain]
+        ]
+        for rules in (want, have)
+    ]
+    difference = difflib.unified_diff(*lines, "expected", "loaded", lineterm="", n=1)
+    assert have == want, "\n".join(("rules differ", *difference))
 
 
 def load(namespace: str, backend: str, version: int, text: str) -> None:
