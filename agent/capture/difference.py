@@ -53,6 +53,8 @@ def _rulesets(backend: str, have: Ruleset, want: Ruleset) -> Iterator[Difference
         loaded, wanted = have.table(name), want.table(name)
         place = {"backend": backend, "family": have.family.value, "table": name}
         chains = (*(wanted.chains if wanted else ()), *(loaded.chains if loaded else ()))
+        if loaded == wanted:
+            continue
         for chain in dict.fromkeys(c.name for c in chains):
             before = loaded.chain(chain) if loaded else None
             after = wanted.chain(chain) if wanted else None
@@ -72,6 +74,8 @@ def _chains(
     ):
         sign = "+" if have is None else "-"
         yield Difference(**place, chain=name, sign=sign, text=f"chain {name}")
+    if loaded == wanted:
+        return
     blocks = SequenceMatcher(None, loaded, wanted, autojunk=False).get_matching_blocks()
     same_a = {b.a + i for b in blocks for i in range(b.size)}
     same_b = {b.b + i for b in blocks for i in range(b.size)}

@@ -351,14 +351,16 @@ def test_report_76_both_families_or_the_one_that_is_on(pod: World) -> None:
 
 
 def test_report_77_pod_with_ipv6_switched_off_is_captured(pod: World) -> None:
-    switch = ("sysctl", "-q", "-w", "net.ipv6.conf.lo.disable_ipv6=1")
-    inside(pod.pod, *switch)
+    pod.release()
+    switch = ("sysctl", "-q", "-w")
+    inside(pod.pod, *switch, "net.ipv6.conf.lo.disable_ipv6=1")
     try:
         pod.capture(EVERYTHING | {"enable_ipv6": False})
         assert pod.meet("app>in4:80").who == "proxy:15001"
         assert pod.meet("peer>own4:8080").who == "proxy:15006"
     finally:
-        inside(pod.pod, *switch[:-1], switch[-1].replace("=1", "=0"))
+        inside(pod.pod, *switch, "net.ipv6.conf.lo.disable_ipv6=0")
+    assert pod.meet("app>lo6:8080").who == "app:8080"
 
 
 def test_report_79_passthrough_address_comes_and_goes(pod: World) -> None:

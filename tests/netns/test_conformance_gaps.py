@@ -213,6 +213,16 @@ def test_capture_of_istio_init_is_replaced_and_removed(
 
 
 @each_backend
+def test_capture_of_istio_init_that_nobody_remembers_is_removed(backend: str, netns: str) -> None:
+    before = snapshot(netns)
+    with_routes(netns, OTHER)
+    istio_init(netns, OTHER, backend)
+    done = cli("remove", "--netns", netns, "--output", "json")
+    assert (done.code, done.document["changed"]) == (0, True)
+    assert without_empty_tables(snapshot(netns)) == without_empty_tables(before)
+
+
+@each_backend
 def test_capture_of_istio_init_is_taken_for_our_own(
     backend: str, netns: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,354 @@
+"""Who has which socket, what conntrack made of a connection, and as whom a socket is made.
+
+`SocketTable` and `Conntrack` ask the kernel over netlink by hand: pyroute2's DiagSocket answers a
+failing dump with "no sockets". Each belongs to the namespace of the thread that makes it, and can
+be used from any thread afterwards.
+"""
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+from agent.model.errors import EnvironmentLacks, StateUnreadable
+from agent.model.ruleset import Family
+from agent.model.values import Address
+
+AF = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
+PROTOCOLS = {"tcp": socket.IPPROTO_TCP, "udp": socket.IPPROTO_UDP}
+
+IP_TRANSPARENT = 19  # linux/in.h
+IPV6_TRANSPARENT = 75  # linux/in6.h
+SO_ORIGINAL_DST = 80  # linux/netfilter_ipv4.h; the same number for IPv6
+
+NLM_F_REQUEST = 0x1
+NLM_F_DUMP_INTR = 0x10
+NLM_F_DUMP = 0x300
+NLMSG_ERROR = 2
+NLMSG_DONE = 3
+NLA_F_NESTED = 0x8000
+NLA_TYPE_MASK = 0x3FFF
+HEADER = struct.Struct("=IHHII")
+ATTRIBUTE = struct.Struct("=HH")
+ANSWER_TIMEOUT_S = 2.0
+DUMP_TRIES = 5
+
+Endpoint = tuple[Address, int]
+
+
+# --- netlink --------------------------------------------------------------------------------------
+
+
+class _Netlink:
+    """One netlink socket: a request out, all its answers in."""
+
+    def __init__(self, protocol: int, what: str) -> None:
+        self._what = what
+        try:
+            self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
+        except OSError as error:
+            raise EnvironmentLacks(f"the kernel has no {what}: {error.strerror}") from error
+        self._socket.settimeout(ANSWER_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, kind: int, flags: int, body: bytes) -> list[bytes]:
+        """Return the bodies of all answers.
+
+        Raises: OSError with the kernel's errno; ERESTART for a dump that changed under way.
+        """
+        size = HEADER.size + len(body)
+        self._socket.send(HEADER.pack(size, kind, NLM_F_REQUEST | flags, 0, 0) + body)
+        found: list[bytes] = []
+        while True:
+            done = False
+            for type_, answer_flags, answer in _messages(self._socket.recv(1 << 18)):
+                if answer_flags & NLM_F_DUMP_INTR:
+                    raise OSError(errno.ERESTART, "changed while it was read", self._what)
+                if type_ in (NLMSG_ERROR, NLMSG_DONE):
+                    status = struct.unpack_from("=i", answer)[0] if len(answer) >= 4 else 0
+                    if status < 0:
+                        raise OSError(-status, os.strerror(-status), self._what)
+                    done = True
+                else:
+                    found.append(answer)
+            if done or (found and flags & NLM_F_DUMP != NLM_F_DUMP):
+                return found
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
+    while len(data) >= HEADER.size:
+        size, type_, flags, _, _ = HEADER.unpack_from(data)
+        yield type_, flags, data[HEADER.size : size]
+        data = data[(size + 3) & ~3 :]
+
+
+def _attributes(data: bytes) -> dict[int, bytes]:
+    found = {}
+    while len(data) >= ATTRIBUTE.size:
+        size, type_ = ATTRIBUTE.unpack_from(data)
+        if size < ATTRIBUTE.size:
+            break
+        found[type_ & NLA_TYPE_MASK] = data[ATTRIBUTE.size : size]
+        data = data[(size + 3) & ~3 :]
+    return found
+
+
+def _attribute(type_: int, value: bytes) -> bytes:
+    padding = b"\0" * (-len(value) % 4)
+    return ATTRIBUTE.pack(ATTRIBUTE.size + len(value), type_) + value + padding
+
+
+# --- sock_diag ------------------------------------------------------------------------------------
+
+NETLINK_SOCK_DIAG = 4
+SOCK_DIAG_BY_FAMILY = 20
+INET_DIAG_SKV6ONLY = 11
+INET_DIAG_SOCKOPT = 22
+TRANSPARENT_BIT = 1 << 5  # struct inet_diag_sockopt
+ANY_STATE = 0xFFFFFFFF
+# An unconnected UDP socket is in TCP's state CLOSE.
+LISTENING = {"tcp": 1 << 10, "udp": 1 << 7}
+DIAG_REQUEST = struct.Struct("=BBBxI")
+DIAG_ID = struct.Struct("!HH16s16s")
+DIAG_REST = struct.Struct("=IIIII")  # expires, receive and send queue, uid, inode
+DIAG_ID_OFFSET, DIAG_ID_SIZE = 4, 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSocket:
+    """One TCP or UDP socket. An IPv4 address mapped into IPv6 is given as the IPv4 address.
+
+    `uid` is 0 and `inode` is 0 for a connection that no process has accepted yet. `dual` tells that
+    an IPv6 socket takes IPv4 too. Without `transparent` TPROXY drops what it would hand over.
+    """
+
+    protocol: str
+    local: Endpoint
+    remote: Endpoint
+    uid: int
+    inode: int
+    dual: bool = False
+    transparent: bool = False
+
+    def accepts(self, address: Address) -> bool:
+        """Tell whether a listener takes what arrives for `address`."""
+        mine = self.local[0]
+        if mine.is_unspecified:
+            return mine.version == address.version or self.dual
+        return mine == address
+
+
+class SocketTable(_Netlink):
+    """The sockets of the namespace in which this was made."""
+
+    def __init__(self) -> None:
+        super().__init__(NETLINK_SOCK_DIAG, "sock_diag")
+
+    def listeners(self, protocol: str) -> tuple[KernelSocket, ...]:
+        """Return the sockets that wait for somebody to talk to them.
+
+        Raises: StateUnreadable if the kernel does not say.
+        """
+        return tuple(self._dump(protocol, LISTENING[protocol], 0))
+
+    def facing(self, protocol: str, remote: Endpoint) -> tuple[KernelSocket, ...]:
+        """Return the sockets whose other end is `remote`, accepted by a process or not yet.
+
+        Raises: StateUnreadable if the kernel does not say.
+        """
+        found = self._dump(protocol, ANY_STATE, remote[1])
+        return tuple(s for s in found if s.remote == remote)
+
+    def _dump(self, protocol: str, states: int, remote_port: int) -> Iterator[KernelSocket]:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            ids = DIAG_ID.pack(0, remote_port, b"", b"").ljust(DIAG_ID_SIZE, b"\0")
+            head = DIAG_REQUEST.pack(family, PROTOCOLS[protocol], 0, states)
+            for answer in self._dump_once(head + ids):
+                yield _kernel_socket(protocol, answer)
+
+    def _dump_once(self, request: bytes) -> list[bytes]:
+        for left in reversed(range(DUMP_TRIES)):
+            try:
+                return self._ask(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, request)
+            except OSError as error:
+                if error.errno != errno.ERESTART or not left:
+                    raise StateUnreadable(f"cannot list sockets: {error.strerror}") from error
+        raise AssertionError("unreachable")
+
+
+def _kernel_socket(protocol: str, data: bytes) -> KernelSocket:
+    local_port, remote_port, local, remote = DIAG_ID.unpack_from(data, DIAG_ID_OFFSET)
+    rest = DIAG_ID_OFFSET + DIAG_ID_SIZE
+    _, _, _, uid, inode = DIAG_REST.unpack_from(data, rest)
+    attributes = _attributes(data[rest + DIAG_REST.size :])
+    only = attributes.get(INET_DIAG_SKV6ONLY, b"\1")
+    options = attributes.get(INET_DIAG_SOCKOPT, b"\0")
+    return KernelSocket(
+        protocol=protocol,
+        local=(_address(data[0], local), local_port),
+        remote=(_address(data[0], remote), remote_port),
+        uid=uid,
+        inode=inode,
+        dual=data[0] == socket.AF_INET6 and only[0] == 0,
+        transparent=bool(options[0] & TRANSPARENT_BIT),
+    )
+
+
+def _address(family: int, raw: bytes) -> Address:
+    if family == socket.AF_INET:
+        return ipaddress.IPv4Address(raw[:4])
+    found = ipaddress.IPv6Address(raw)
+    return found.ipv4_mapped or found
+
+
+# --- conntrack ------------------------------------------------------------------------------------
+
+NETLINK_NETFILTER = 12
+CT_GET = 1 << 8 | 1  # subsystem ctnetlink, message IPCTNL_MSG_CT_GET
+CTA_TUPLE_ORIG, CTA_TUPLE_REPLY, CTA_ZONE = 1, 2, 18
+CTA_TUPLE_IP, CTA_TUPLE_PROTO = 1, 2
+CTA_PROTO_NUM, CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT = 1, 2, 3
+CTA_IP = {4: (1, 2), 6: (3, 4)}  # source and destination
+
+
+class Conntrack(_Netlink):
+    """The connections of the namespace in which this was made, as conntrack knows them."""
+
+    def __init__(self) -> None:
+        super().__init__(NETLINK_NETFILTER, "conntrack netlink")
+
+    def answers(
+        self, protocol: str, source: Endpoint, destination: Endpoint, zones: Iterable[int]
+    ) -> Endpoint | None:
+        """Return who answers what `source` sent to `destination`: the end that it was moved to.
+
+        It is `destination` itself for what nobody translated, and None for what is not known.
+
+        Raises: StateUnreadable if the kernel does not say.
+        """
+        family = AF[Family.IPV4 if source[0].version == 4 else Family.IPV6]
+        for zone in zones:
+            body = struct.pack("=BBH", family, 0, 0) + _tuple(protocol, source, destination)
+            if zone:
+                body += _attribute(CTA_ZONE, struct.pack("!H", zone))
+            try:
+                answers = self._ask(CT_GET, 0, body)
+            except OSError as error:
+                if error.errno != errno.ENOENT:
+                    raise StateUnreadable(f"cannot ask conntrack: {error.strerror}") from error
+                continue
+            return _source_of(_attributes(answers[0][4:])[CTA_TUPLE_REPLY])
+        return None
+
+
+def _tuple(protocol: str, source: Endpoint, destination: Endpoint) -> bytes:
+    ends = zip(CTA_IP[source[0].version], (source[0], destination[0]), strict=True)
+    addresses = b"".join(_attribute(type_, address.packed) for type_, address in ends)
+    ports = (
+        _attribute(CTA_PROTO_NUM, bytes([PROTOCOLS[protocol]]))
+        + _attribute(CTA_PROTO_SRC_PORT, struct.pack("!H", source[1]))
+        + _attribute(CTA_PROTO_DST_PORT, struct.pack("!H", destination[1]))
+    )
+    both = _attribute(CTA_TUPLE_IP | NLA_F_NESTED, addresses)
+    both += _attribute(CTA_TUPLE_PROTO | NLA_F_NESTED, ports)
+    return _attribute(CTA_TUPLE_ORIG | NLA_F_NESTED, both)
+
+
+def _source_of(data: bytes) -> Endpoint:
+    parts = _attributes(data)
+    addresses = _attributes(parts[CTA_TUPLE_IP])
+    raw = next(addresses[source] for source, _ in CTA_IP.values() if source in addresses)
+    (port,) = struct.unpack("!H", _attributes(parts[CTA_TUPLE_PROTO])[CTA_PROTO_SRC_PORT])
+    return ipaddress.ip_address(raw), port
+
+
+# --- sockets of somebody --------------------------------------------------------------------------
+
+PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
+NO_CHANGE = 2**32 - 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.setfsuid.argtypes = _libc.setfsgid.argtypes = (ctypes.c_uint32,)
+_libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Owner:
+    """A user and a group."""
+
+    uid: int
+    gid: int
+
+    def __str__(self) -> str:
+        return f"uid {self.uid} gid {self.gid}"
+
+
+@contextlib.contextmanager
+def acting_as(owner: Owner) -> Iterator[None]:
+    """Make sockets of this user and group in the calling thread, for as long as the block lasts.
+
+    The owner match compares the file-system ids with which a socket was created, and these are the
+    thread's own: glibc does not hand them on to other threads, as it does with setuid.
+
+    Raises: EnvironmentLacks where the ids do not exist (a user namespace) or root is missing.
+    """
+    dumpable = _libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0)
+    gid, uid = _libc.setfsgid(owner.gid), _libc.setfsuid(owner.uid)
+    try:
+        now = (_libc.setfsuid(NO_CHANGE), _libc.setfsgid(NO_CHANGE))
+        if now != (owner.uid, owner.gid):
+            raise EnvironmentLacks(f"sockets of {owner} cannot be made here; run this as root")
+        yield
+    finally:
+        _libc.setfsuid(uid)
+        _libc.setfsgid(gid)
+        # A change of ids makes the whole process undumpable.
+        _libc.prctl(PR_SET_DUMPABLE, dumpable, 0, 0, 0)
+
+
+def open_socket(family: Family, protocol: str) -> socket.socket:
+    """Return a non-blocking socket of one family only, in the calling thread's namespace."""
+    kind = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
+    made = socket.socket(AF[family], kind | socket.SOCK_NONBLOCK)
+    if family is Family.IPV6:
+        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    return made
+
+
+def make_transparent(made: socket.socket) -> None:
+    """Let a socket take and use addresses that are not this namespace's."""
+    if made.family == socket.AF_INET:
+        made.setsockopt(socket.IPPROTO_IP, IP_TRANSPARENT, 1)
+    else:
+        made.setsockopt(socket.IPPROTO_IPV6, IPV6_TRANSPARENT, 1)
+
+
+def endpoint(raw: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
+    """Return what getsockname or accept said as a value."""
+    return ipaddress.ip_address(raw[0]), raw[1]
+
+
+def original_destination(accepted: socket.socket) -> Endpoint:
+    """Return where the other side wanted to go, before a rule sent it here."""
+    inet = accepted.family == socket.AF_INET
+    level, size = (socket.IPPROTO_IP, 16) if inet else (socket.IPPROTO_IPV6, 28)
+    try:
+        raw = accepted.getsockopt(level, SO_ORIGINAL_DST, size)
+    except OSError:  # no conntrack entry
+        return endpoint(accepted.getsockname())
+    (port,) = struct.unpack_from("!H", raw, 2)
+    return ipaddress.ip_address(raw[4:8] if inet else raw[8:24]), port
