@@ -98,8 +98,8 @@ def _ahead_in_chain(backend: str, loaded: Ruleset, wanted: Ruleset | None) -> It
             first = next((i for i, rule in enumerate(there.rules) if rule in chain.rules), 0)
             for number, rule in enumerate(there.rules[:first], start=1):
                 yield (
-                    f"{backend} {loaded.family} {table.name}: foreign rule {number} of {chain.name} "
-                    f"runs before the capture: {render_rule(chain.name, rule)}"
+                    f"{backend} {loaded.family} {table.name}: foreign rule {number} of "
+                    f"{chain.name} runs before the capture: {render_rule(chain.name, rule)}"
                 )
 
 

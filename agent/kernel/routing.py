@@ -33,6 +33,7 @@ RTA_DST, RTA_OIF, RTA_TABLE = 1, 4, 15
 FR_ACT_TO_TBL = 1
 FRA_IIFNAME, FRA_PRIORITY, FRA_FWMARK, FRA_TABLE, FRA_FWMASK, FRA_OIFNAME = 3, 6, 10, 15, 16, 17
 IFA_ADDRESS = 1
+IFA_F_NODAD = 0x02
 
 RTMSG = struct.Struct("=BBBBBBBBI")  # struct rtmsg, and struct fib_rule_hdr of the same layout
 IFADDRMSG = struct.Struct("=BBBBI")
@@ -142,7 +143,8 @@ def _message(route: Route) -> tuple[int, int, bytes]:
         body = device + attribute(RTA_TABLE, WORD.pack(route.table))
         return RTM_NEWROUTE, RTM_DELROUTE, head + body
     address, prefix = route.network.split("/")
-    head = IFADDRMSG.pack(family, int(prefix), 0, 0, LO_INDEX)
+    # Without NODAD the kernel takes the address on trial first, and a bind to it fails meanwhile.
+    head = IFADDRMSG.pack(family, int(prefix), IFA_F_NODAD, 0, LO_INDEX)
     packed = ipaddress.ip_address(address).packed
     return RTM_NEWADDR, RTM_DELADDR, head + attribute(IFA_ADDRESS, packed)
 

@@ -50,6 +50,7 @@ class _Netlink:
 
     def __init__(self, protocol: int, what: str) -> None:
         self._what = what
+        self._sequence = 0
         try:
             self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
         except OSError as error:
@@ -70,30 +71,39 @@ class _Netlink:
 
         Raises: OSError with the kernel's errno; ERESTART for a dump that changed under way.
         """
+        self._sequence += 1
         size = HEADER.size + len(body)
-        self._socket.send(HEADER.pack(size, kind, NLM_F_REQUEST | flags, 0, 0) + body)
+        head = HEADER.pack(size, kind, NLM_F_REQUEST | flags, self._sequence, 0)
+        self._socket.send(head + body)
         found: list[bytes] = []
-        while True:
-            done = False
-            for type_, answer_flags, answer in _messages(self._socket.recv(1 << 18)):
-                if answer_flags & NLM_F_DUMP_INTR:
-                    raise OSError(errno.ERESTART, "changed while it was read", self._what)
+        changed = done = False
+        while not done:
+            for type_, answer_flags, answer in self._messages():
+                changed = changed or bool(answer_flags & NLM_F_DUMP_INTR)
                 if type_ in (NLMSG_ERROR, NLMSG_DONE):
-                    status = struct.unpack_from("=i", answer)[0] if len(answer) >= 4 else 0
-                    if status < 0:
-                        raise OSError(-status, os.strerror(-status), self._what)
+                    _raise_status(answer, self._what)
                     done = True
                 else:
                     found.append(answer)
-            if done or (found and flags & NLM_F_DUMP != NLM_F_DUMP):
-                return found
+            done = done or (bool(found) and flags & NLM_F_DUMP != NLM_F_DUMP)
+        if changed:
+            raise OSError(errno.ERESTART, "it changed while it was read", self._what)
+        return found
+
+    def _messages(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield type, flags and body of what came in for the last request, none for an older one."""
+        data = self._socket.recv(1 << 18)
+        while len(data) >= HEADER.size:
+            size, type_, flags, sequence, _ = HEADER.unpack_from(data)
+            if sequence == self._sequence:
+                yield type_, flags, data[HEADER.size : size]
+            data = data[(size + 3) & ~3 :]
 
 
-def _messages(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    while len(data) >= HEADER.size:
-        size, type_, flags, _, _ = HEADER.unpack_from(data)
-        yield type_, flags, data[HEADER.size : size]
-        data = data[(size + 3) & ~3 :]
+def _raise_status(answer: bytes, what: str) -> None:
+    status = struct.unpack_from("=i", answer)[0] if len(answer) >= 4 else 0
+    if status < 0:
+        raise OSError(-status, os.strerror(-status), what)
 
 
 def _attributes(data: bytes) -> dict[int, bytes]:
@@ -186,7 +196,7 @@ class SocketTable(_Netlink):
                 return self._ask(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, request)
             except OSError as error:
                 if error.errno != errno.ERESTART or not left:
-                    raise StateUnreadable(f"cannot list sockets: {error.strerror}") from error
+                    raise StateUnreadable(f"cannot list sockets: {error}") from error
         raise AssertionError("unreachable")
 
 
@@ -249,7 +259,7 @@ class Conntrack(_Netlink):
                 answers = self._ask(CT_GET, 0, body)
             except OSError as error:
                 if error.errno != errno.ENOENT:
-                    raise StateUnreadable(f"cannot ask conntrack: {error.strerror}") from error
+                    raise StateUnreadable(f"cannot ask conntrack: {error}") from error
                 continue
             return _source_of(_attributes(answers[0][4:])[CTA_TUPLE_REPLY])
         return None
@@ -283,6 +293,7 @@ NO_CHANGE = 2**32 - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.setfsuid.argtypes = _libc.setfsgid.argtypes = (ctypes.c_uint32,)
+_libc.setfsuid.restype = _libc.setfsgid.restype = ctypes.c_uint32
 _libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 

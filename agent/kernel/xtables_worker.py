@@ -32,6 +32,8 @@ from agent.model.errors import EnvironmentLacks, KernelRejected
 
 HEADER = struct.Struct("!I")
 MAX_FRAME = 16 * 1024 * 1024
+NFPROTO_IPV4 = 2
+MAX_INTERFACE_NAME = 15
 LOCK_TIMEOUT_S = 5.0
 JOB_TIMEOUT_S = 20.0
 
@@ -255,19 +257,41 @@ def _new_rule(version: int) -> Any:
     return type("Rule", (kind,), {"tables": ()})()
 
 
-BASIC_ATTRIBUTES = {
-    "-s": "src",
-    "-d": "dst",
-    "-i": "in_interface",
-    "-o": "out_interface",
-    "-p": "protocol",
-}
+BASIC_ATTRIBUTES = {"-s": "src", "-d": "dst", "-p": "protocol"}
+INTERFACES = {"-i": ("iniface", "IN"), "-o": ("outiface", "OUT")}
+# Names that iptables-save prints and python-iptables does not know.
+PROTOCOLS = {"ipv6-icmp": "58", "icmpv6": "58", "ipv6-mh": "135", "mobility-header": "135"}
 
 
 def _set_basic(rule: Any, name: str, value: str, negated: bool) -> None:
+    if name in INTERFACES:
+        _set_interface(rule.get_ip(), name, value, negated)
+        return
     if name not in BASIC_ATTRIBUTES:
         raise ValueError(f"option {name} cannot be written")
+    value = PROTOCOLS.get(value, value) if name == "-p" else value
     setattr(rule, BASIC_ATTRIBUTES[name], ("!" if negated else "") + value)
+    if name == "-p" and rule.nfproto != NFPROTO_IPV4:
+        # python-iptables 1.2.0 leaves this out for `! -p`, and the kernel then compares nothing.
+        rule.get_ip().flags |= rule.get_ip().IP6T_F_PROTO
+
+
+def _set_interface(ip: Any, name: str, value: str, negated: bool) -> None:
+    """Write the interface as xtables_parse_interface does.
+
+    python-iptables 1.2.0 fills the mask of IPv6 rules with 0x01 where the kernel wants 0xff: only
+    the lowest bit of each letter would count, and `lo` would match `net1` as well.
+    """
+    raw = value.encode()
+    if len(raw) > MAX_INTERFACE_NAME:
+        raise ValueError(f"interface name {value} is too long")
+    field, direction = INTERFACES[name]
+    setattr(ip, field, raw)
+    # A trailing + stands for any ending; without it the closing NUL is compared too.
+    setattr(ip, f"{field}_mask", b"\xff" * (len(raw) - 1 if raw.endswith(b"+") else len(raw) + 1))
+    if negated:
+        kind = "IP6T" if hasattr(ip, "IP6T_F_PROTO") else "IPT"
+        ip.invflags |= getattr(ip, f"{kind}_INV_VIA_{direction}")
 
 
 def _set_options(module: Any, options: Sequence[Any]) -> None:
@@ -293,7 +317,7 @@ def _set_target(rule: Any, name: str, goto: bool, options: Sequence[Any]) -> Non
 def _is_extension(rule: Any, name: str) -> bool:
     """Tell a target extension (REDIRECT) from a chain to jump to: extensions have a plugin file."""
     folder = os.environ.get("XTABLES_LIBDIR", "/usr/lib/xtables")
-    kinds = ("xt", "ipt" if rule.nfproto == 2 else "ip6t")
+    kinds = ("xt", "ipt" if rule.nfproto == NFPROTO_IPV4 else "ip6t")
     return any(os.path.exists(f"{folder}/lib{kind}_{name}.so") for kind in kinds)
 
 
