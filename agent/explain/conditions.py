@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
-from agent.explain.host import Host
 from agent.formats.iptables_save import render_spec
+from agent.model.host import Host
 from agent.model.packet import Address, Hit, Packet
 from agent.model.ruleset import BASIC, Match, Option, Rule
 from agent.model.values import Span

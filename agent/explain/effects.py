@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from types import MappingProxyType
 
 from agent.explain.conditions import masked, number, span
-from agent.explain.host import Host, loopback
+from agent.model.host import Host, loopback
 from agent.model.packet import Address, Packet, Tracking
 from agent.model.ruleset import Target
 from agent.model.values import Span
@@ -255,7 +255,7 @@ def _snat(target: Target, packet: Packet, place: Place) -> Effect | None:
         return None
     found = None
     if target.name == "MASQUERADE":
-        source = next(place.host.addresses(packet.out_interface, packet.destination), None)
+        source = place.host.masquerade(packet.out_interface, packet.destination)
         if source is None:
             why = "dropped: there is no address to masquerade as"
             return Effect(packet=packet, why=why, ends=Ends.DROPPED)

@@ -24,8 +24,8 @@ from agent.explain.branch import (
 )
 from agent.explain.conditions import Judgement, judge
 from agent.explain.effects import Effect, Ends, Place, effect, is_passive
-from agent.explain.host import LOOPBACK, LOOPBACK_NETWORKS, Host, loopback
 from agent.explain.journal import Journal, reason
+from agent.model.host import LOOPBACK, LOOPBACK_NETWORKS, Host, loopback
 from agent.model.packet import Hit, Kind, Packet, Step, Trace, Tracking
 from agent.model.ruleset import Rule, Target
 

@@ -74,7 +74,7 @@ class Host:
         """Return the source that the kernel picks for a socket that is bound to no address."""
         if route.source is not None:
             return route.source
-        return next(self.addresses(route.interface, destination), None)
+        return self.masquerade(route.interface, destination)
 
     def addresses(self, interface: str, like: Address) -> Iterator[Address]:
         """Yield the addresses of an interface that suit a peer `like`, best first.
@@ -88,6 +88,12 @@ class Host:
                     continue
                 if address.ip.is_link_local == like.is_link_local or like.version == 4:
                     yield address.ip
+
+    def masquerade(self, interface: str, destination: Address) -> Address | None:
+        """Return the source that MASQUERADE gives to packets that leave by `interface`."""
+        if destination.version == 6 and self.is_local(destination):
+            return destination  # IPv6 prefers the destination itself where it is one of its own
+        return next(self.addresses(interface, destination), None)
 
     def own(self, interface: str, like: Address) -> Address | None:
         """Return the address that REDIRECT gives to packets that arrive on `interface`."""

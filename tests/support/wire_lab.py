@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agent.explain.host import Host, Interface, Route
+from agent.model.host import Host, Interface, Route
 from agent.model.ruleset import Family
 from tests.support.netns import inside, namespace, path_of, run
 from tests.support.wire import PORTS, Shot
