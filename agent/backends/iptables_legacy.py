@@ -46,7 +46,9 @@ class IptablesLegacy:
         ops = table_ops(edit, existing)
         job = [{"version": family.version, "table": edit.table, "ops": ops}]
         what = f"load {family} table {edit.table} by iptables-legacy"
-        return Step(what, lambda: _workers[family].run(session.netns, job, session.lock_fd))
+        return Step(
+            what, lambda: _workers[family].run(session.netns, job, session.lock_fd), self.name
+        )
 
 
 def table_ops(edit: TableEdit, existing: set[str]) -> list[list[Any]]:

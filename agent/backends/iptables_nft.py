@@ -61,11 +61,11 @@ class IptablesNft:
         if scripts:
             what = "load rules by iptables-nft"
             atomic = sum(script.count("COMMIT") for script in scripts.values()) == 1
-            steps.append(Step(what, lambda: _restore(session, scripts), atomic))
+            steps.append(Step(what, lambda: _restore(session, scripts), self.name, atomic))
         if empty and session.nft is not None:  # without a door to nf_tables they stay, empty
             script = "".join(_drop_text(family, left) for family, left in empty.items())
             what = "drop emptied tables and chains"
-            steps.append(Step(what, lambda: session.require_nft().run(script)))
+            steps.append(Step(what, lambda: session.require_nft().run(script), self.name))
         return tuple(steps)
 
 

@@ -43,7 +43,7 @@ class Nftables:
         else:
             script = _render(self.table, tuple(want.values()), replace=bool(have))
             what = f"load table inet {self.table} in one transaction"
-        return (Step(what, lambda: session.require_nft().run(script)),)
+        return (Step(what, lambda: session.require_nft().run(script), self.name),)
 
 
 @lru_cache(maxsize=64)

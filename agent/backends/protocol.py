@@ -20,6 +20,7 @@ class Step:
 
     what: str
     run: Callable[[], None]
+    backend: str
     atomic: bool = True
 
 

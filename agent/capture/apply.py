@@ -54,18 +54,18 @@ def apply(
         _refuse_unreadable(have, chosen)
         known, found = _known(netns, have)
         want = captured(have, wanted, chosen.name, known)
-        todo = tuple(step.what for step in transition.steps(session, have, want))
+        change = transition.prepare(session, have, want)
         if not dry_run:
             new = record.Record(dump(settings), known.before or before_of(have))
             with _recorded(netns, found, new):
-                transition.run(session, have, want, before_step=before_step)
+                change.run(before_step)
     return Result(
         backend=chosen.name,
-        changed=bool(todo),
+        changed=bool(change.steps),
         rules=wanted.rule_count(),
         duration_ms=round((time.monotonic() - started) * 1000, 3),
         warnings=(*settings.warnings(), *_surroundings(have, chosen.name)),
-        steps=todo,
+        steps=tuple(step.what for step in change.steps),
     )
 
 
@@ -79,19 +79,19 @@ def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_
         have = observe(session)
         known, _ = _known(netns, have)
         want = uncaptured(have, known)
-        todo = tuple(step.what for step in transition.steps(session, have, want))
+        change = transition.prepare(session, have, want)
         if not dry_run:
-            transition.run(session, have, want, before_step=before_step)
+            change.run(before_step)
             record.drop(netns)
     removed = sum(r.rule_count() for parts in captures(have).values() for r in parts.values())
     backends = tuple(captures(have))
     return Result(
         backend=backends[0] if backends else None,
-        changed=bool(todo),
+        changed=bool(change.steps),
         rules=removed,
         duration_ms=round((time.monotonic() - started) * 1000, 3),
         warnings=have.unreadable,
-        steps=todo,
+        steps=tuple(step.what for step in change.steps),
     )
 
 

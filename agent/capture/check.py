@@ -23,7 +23,6 @@ from agent.model.state import (
 )
 from agent.model.wanted import Known, captured, captures
 
-
 TRANSLATIONS = frozenset({"REDIRECT", "DNAT"})
 OWN_NAT_PRIORITY = -101
 IPTABLES_NAT_PRIORITY = -100

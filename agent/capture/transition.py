@@ -8,8 +8,8 @@ is killed on the way leaves the guard, so the namespace is closed and not half o
 takes it away.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from agent.backends import registry
@@ -30,38 +30,67 @@ def no_hook(_step: Step) -> None:
     """Do nothing before a step; tests put their faults here."""
 
 
-def run(
-    session: Session,
-    have: NamespaceState,
-    want: NamespaceState,
-    *,
-    before_step: BeforeStep = no_hook,
-) -> bool:
-    """Turn `have`, which was just read, into `want`; return whether anything was written.
+@dataclass(frozen=True)
+class Transition:
+    """The way from `have`, which was just read, to `want`. Nothing is written before `run`."""
 
-    Raises: RolledBack if a write was refused or did not have its effect (everything is then as it
-    was in `have`), RollbackFailed if that could not be undone either (the guard then stands).
-    """
-    todo = steps(session, have, want)
-    if not todo:
-        return False
-    stages = [(have, want)]
-    if registry.GUARD in have.loaded or _needs_guard(todo):
-        families = tuple(
-            {**dict.fromkeys(guard.families(have)), **dict.fromkeys(guard.families(want))}
+    session: Session
+    have: NamespaceState
+    want: NamespaceState
+    steps: tuple[Step, ...]
+
+    def run(self, before_step: BeforeStep = no_hook) -> None:
+        """Go all the way.
+
+        Raises: RolledBack if a write was refused or did not have its effect (everything is then as
+        it was in `have`), RollbackFailed if that could not be undone (the guard then stands).
+        """
+        if not self.steps:
+            return
+        try:
+            for stage, expected in self._stages():
+                for step in stage:
+                    before_step(step)
+                    step.run()
+                if expected is not None:
+                    _verify(self.session, expected)
+        except BaseException as error:  # an interrupt or a bug must not leave half a change either
+            _roll_back(self.session, self.have, error)
+
+    def _stages(self) -> Iterator[tuple[tuple[Step, ...], NamespaceState | None]]:
+        """Yield writes and the state after them; the guard is seen in the state that follows it."""
+        if registry.GUARD not in self.have.loaded and not _needs_guard(self.steps):
+            yield self.steps, self.want
+            return
+        families = tuple({*guard.families(self.have), *guard.families(self.want)})
+        if self.session.nft is None:
+            yield from self._legacy_stages(families)
+            return
+        wall = guard.rulesets(families)
+        guarded = replace(self.want, loaded={**self.want.loaded, registry.GUARD: wall})
+        backend = registry.GUARD_BACKEND
+        changes = tuple(step for step in self.steps if step.backend != registry.GUARD)
+        yield backend.steps(self.session, self.have.of(registry.GUARD), wall), None
+        yield changes, guarded
+        yield backend.steps(self.session, wall, {}), self.want
+
+    def _legacy_stages(
+        self, families: tuple[Family, ...]
+    ) -> Iterator[tuple[tuple[Step, ...], NamespaceState | None]]:
+        """Without nf_tables the guard stands in the legacy filter table, among what is changed."""
+        before, after = (
+            replace(s, loaded={**s.loaded, IPTABLES_LEGACY: guard.merged(legacy, families)})
+            for s in (self.have, self.want)
+            for legacy in (s.of(IPTABLES_LEGACY),)
         )
-        guarded_have = with_guard(session, have, families)
-        guarded_want = with_guard(session, want, families)
-        stages = [(have, guarded_have), (guarded_have, guarded_want), (guarded_want, want)]
-    try:
-        for before, after in stages:
-            for step in steps(session, before, after):
-                before_step(step)
-                step.run()
-            _verify(session, after)
-    except BaseException as error:  # an interrupt or a bug must not leave half a change either
-        _roll_back(session, have, error)
-    return True
+        yield steps(self.session, self.have, before), None
+        yield steps(self.session, before, after), after
+        yield steps(self.session, after, self.want), self.want
+
+
+def prepare(session: Session, have: NamespaceState, want: NamespaceState) -> Transition:
+    """Return the way from what the namespace holds to what it should hold."""
+    return Transition(session, have, want, steps(session, have, want))
 
 
 def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple[Step, ...]:
@@ -77,7 +106,7 @@ def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple
         backend = registry.GUARD_BACKEND if name == registry.GUARD else registry.ALL[name]
         found += backend.steps(session, have.of(name), want.of(name))
     if surplus:
-        found.append(_route_step(session, "remove", surplus))
+        found.append(_route_step(session, "del", surplus))
     return tuple(found)
 
 
@@ -91,24 +120,14 @@ def _route_step(session: Session, verb: str, routes: tuple[Route, ...]) -> Step:
         else:
             routing.change(session.rtnl, ordered, ())
 
-    return Step(f"{verb} {len(routes)} routes, policy rules or addresses", change, atomic=False)
+    what = "; ".join(route.command().replace(" add ", f" {verb} ") for route in ordered)
+    return Step(what, change, backend="routing")
 
 
 def _needs_guard(todo: tuple[Step, ...]) -> bool:
-    writes = [step for step in todo if "policy rules" not in step.what]
+    """Routes do nothing without the rules that mark packets for them; one atomic write is safe."""
+    writes = [step for step in todo if step.backend != "routing"]
     return len(writes) > 1 or any(not step.atomic for step in writes)
-
-
-def with_guard(
-    session: Session, state: NamespaceState, families: tuple[Family, ...]
-) -> NamespaceState:
-    """Return the state with the guard in it: as an nft table, or in legacy filter without nft."""
-    if session.nft is not None:
-        loaded = {**state.loaded, registry.GUARD: guard.rulesets(families)}
-    else:
-        legacy = guard.merged(state.of(IPTABLES_LEGACY), families)
-        loaded = {**state.loaded, IPTABLES_LEGACY: legacy}
-    return replace(state, loaded=loaded)
 
 
 def _verify(session: Session, wanted: NamespaceState) -> None:

@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser)
-    parser.add_argument("--uid", metavar="U", help="user of the sending process (0)")
+    parser.add_argument("--uid", metavar="U", help="user of the sending process (0; none with --in)")
     parser.add_argument("--gid", metavar="G", help="its group (as --uid)")
     parser.add_argument("--to", metavar="ADDR:PORT", required=True, help="destination")
     parser.add_argument("--from", dest="source", metavar="ADDR", help="source address")
@@ -55,10 +55,10 @@ def _packet(arguments: argparse.Namespace) -> Packet:
     problems: list[str] = []
     destination, port = _endpoint(arguments.to, problems)
     source = _address("--from", arguments.source, problems) if arguments.source else None
-    uid = None if arguments.inbound else _identity("--uid", arguments.uid or "0", problems)
+    uid: int | None = _identity("--uid", arguments.uid or "0", problems)
     gid = _identity("--gid", arguments.gid, problems) if arguments.gid else uid
-    if arguments.inbound and (arguments.uid or arguments.gid):
-        problems.append("--uid and --gid: a packet that arrives (--in) belongs to no process here")
+    if arguments.inbound:  # a packet that arrives belongs to no process here
+        uid = gid = None
     if source is not None and destination is not None and source.version != destination.version:
         problems.append(f"--from {source} and --to {destination} are of different families")
     if problems or destination is None:

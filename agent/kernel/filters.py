@@ -24,9 +24,10 @@ NFNL_SUBSYS_NFTABLES = 10
 NFT_MSG_GETTABLE, NFT_MSG_GETCHAIN, NFT_MSG_GETRULE, NFT_MSG_GETSET = 1, 4, 7, 10
 NFGENMSG_SIZE = 4
 
-# A counter expression: its name, then bytes and packets as big-endian 64-bit numbers.
+# A counter expression: its name, then bytes and packets as big-endian 64-bit numbers. Whether the
+# attribute around them has the flag for nesting (0x8000) set differs between kernels.
 NFT_COUNTER = re.compile(
-    rb"(\x0c\x00\x01\x00counter\x00\x1c\x00\x02\x80\x0c\x00\x01\x00).{8}(\x0c\x00\x02\x00).{8}",
+    rb"(\x0c\x00\x01\x00counter\x00\x1c\x00\x02[\x00\x80]\x0c\x00\x01\x00).{8}(\x0c\x00\x02\x00).{8}",
     re.DOTALL,
 )
 

@@ -6,10 +6,10 @@
 The outside has no name, only a descriptor. So however this process ends, the outside ends with it,
 and with the outside its end of the pair, the pod's end, and all addresses and routes on that.
 
-Nothing of the pod's own is changed. A `Road` is a host route; it is open to the probe's own packets
-only, unless it says `everyone`: IPv4 by a TOS that no program sets, IPv6 by the source address. Both
-ends have one hardware address and no ARP, so that neighbour discovery, which may be filtered like
-any packet, plays no part, and packets have a hop limit of 1, so that a stray one dies at the node.
+Nothing of the pod's own is changed. A `Road` is a host route; it is open to the probe's packets
+only, unless it says `everyone`: IPv4 by a TOS that no program sets, IPv6 by the source address.
+Both ends have one hardware address and no ARP, so that neighbour discovery, which may be filtered
+like any packet, plays no part. A hop limit of 1 makes a packet that strays die at the node.
 """
 
 import contextlib

@@ -91,7 +91,7 @@ class _Netlink:
         return found
 
     def _messages(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield type, flags and body of what came in for the last request, none for an older one."""
+        """Yield type, flags and body of what came in for the last request."""
         data = self._socket.recv(1 << 18)
         while len(data) >= HEADER.size:
             size, type_, flags, sequence, _ = HEADER.unpack_from(data)

@@ -67,8 +67,10 @@ def same(one: NamespaceState, other: NamespaceState) -> bool:
     has those that somebody asked for.
     """
     names = {*one.loaded, *other.loaded}
-    if any(_essence(one.of(name)) != _essence(other.of(name)) for name in names):
-        return False
+    for name in names:
+        left, right = one.of(name), other.of(name)
+        if left != right and _essence(left) != _essence(right):
+            return False
     return Counter(one.routes) == Counter(other.routes)
 
 

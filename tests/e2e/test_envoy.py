@@ -19,7 +19,7 @@ import pytest
 from agent.model import numbers
 from tests.support import envoy
 from tests.support.envoy import INBOUND, OUTBOUND, Counters
-from tests.support.pod import APP_PORT, APP_UID, OUTSIDE_PORT, PEER, POD, Answer, Pod
+from tests.support.pod import APP_PORT, APP_UID, OUTSIDE_PORT, PEER, POD, STRANGER, Answer, Pod
 
 BACKENDS = ("iptables-legacy", "iptables-nft", "nftables")
 REPLACEMENTS = tuple(pairwise((*BACKENDS, BACKENDS[0])))
@@ -194,10 +194,17 @@ def test_traffic_both_ways_at_once_is_counted_by_the_right_listener(
 
 @both_families
 def test_without_a_running_envoy_nothing_passes(captured: Pod, version: int) -> None:
+    """A client that called before is another matter under TPROXY.
+
+    If Envoy was the first to close, its socket stays in TIME_WAIT for a minute. The kernel's TPROXY
+    takes a SYN from the same client port for that connection, lets it through, and without Envoy
+    the application gets it.
+    """
     captured.stop_proxy()
+    stranger = (STRANGER[version], 0)
     try:
         out = captured.call(PEER[version], OUTSIDE_PORT, timeout_s=SHORT_S)
-        into = captured.call_from_peer(POD[version], APP_PORT, timeout_s=SHORT_S)
+        into = captured.call_from_peer(POD[version], APP_PORT, source=stranger, timeout_s=SHORT_S)
         uncaptured = captured.call(PEER[version], OUTSIDE_PORT, uid=PROXY_UID)
     finally:
         captured.start_proxy()

@@ -146,8 +146,8 @@ def test_flags_of_istio_iptables_load_exactly_the_golden(
 def test_what_was_loaded_is_in_sync_and_is_not_loaded_again(
     golden: Golden, netns: str, folder: Path, group_file: Path
 ) -> None:
-    words = ("--netns", netns, "--settings", settings_file(folder, golden.config))
-    words = (*words, "--backend", "iptables-nft", "--output", "json")
+    file = settings_file(folder, golden.config)
+    words = ("--netns", netns, "--settings", file, "--backend", "iptables-nft", "--output", "json")
     assert run(golden, group_file, "apply", *words).document["changed"] is True
     before = snapshot(netns)
     assert run(golden, group_file, "check", *words).document["in_sync"] is True

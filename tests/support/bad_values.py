@@ -38,12 +38,12 @@ BAD_PORT_ITEMS = {
     "80,*": ("'*'", "mixed"),
     "*,80": ("'*'", "mixed"),
     "80 ,443": ("'80 '", "from 1 to 65535"),
-    "-1": ("-1", "1"),
+    "-1": ("'-1'", "65535"),
     "9000:8000": ("'9000:8000'", "8000-9000"),
     "5000-1000": ("'5000-1000'", "1000-5000"),
     "80,1000-70000": ("70000", "65535"),
     "1:2:3": ("'1:2:3'", "FIRST-LAST"),
-    "80:": ("''", "from 0 to 65535"),
+    "80:": ("'80:'", "65535"),
 }
 BAD_NETWORKS = {
     "10.0.0.5/8": ("'10.0.0.5/8'", "10.0.0.0/8"),
@@ -115,7 +115,7 @@ OTHERS = {
 }
 
 
-def bad_values() -> Iterator[tuple[str, str, str, str]]:
+def _all() -> Iterator[tuple[str, str, str, str]]:
     """Yield setting, value, how the complaint names the value, and what it says is allowed."""
     for keys, values in (
         (
@@ -136,3 +136,6 @@ def bad_values() -> Iterator[tuple[str, str, str, str]]:
         yield key, "*", "'*'", "list"
     yield "outbound_ip_ranges_exclude", "*", "'*'", "list"
     yield "owner_groups_exclude", "*", "'*'", "list"
+
+
+BAD_VALUES = tuple(_all())

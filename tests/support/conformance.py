@@ -252,17 +252,19 @@ def loaded(namespace: str, backend: str, version: int) -> Rules:
 
 def assert_same(have: Rules, want: Rules) -> None:
     """Fail with the difference as one reads it: `-` is missing, `+` should not be there."""
-    lines = [
-        [
-            f"{table} {chain} {rule}"
-            for table in rules
-            for chain in rules[table]
-            for rule in rules[table][chain]
-        ]
-        for rules in (want, have)
-    ]
-    difference = difflib.unified_diff(*lines, "expected", "loaded", lineterm="", n=1)
+    difference = difflib.unified_diff(
+        _listing(want), _listing(have), "expected", "loaded", lineterm="", n=1
+    )
     assert have == want, "\n".join(("rules differ", *difference))
+
+
+def _listing(rules: Rules) -> list[str]:
+    return [
+        f"{table} {chain} {rule}"
+        for table, chains in rules.items()
+        for chain, held in chains.items()
+        for rule in held
+    ]
 
 
 def load(namespace: str, backend: str, version: int, text: str) -> None:

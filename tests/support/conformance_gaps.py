@@ -213,10 +213,7 @@ GAPS = (
     Gap(
         name="no-resolver-known",
         config={"redirect_dns": True},
-        chains={
-            "4 nat ISTIO_OUTPUT": [START_4, *OWNERS_4, LOOPBACK_4],
-            "4 raw OUTPUT": [],
-        },
+        chains={"4 nat ISTIO_OUTPUT": [START_4, *OWNERS_4, LOOPBACK_4], "4 raw OUTPUT": []},
     ),
     Gap(
         name="tproxy-with-several-ids",

@@ -15,12 +15,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 IP_TRANSPARENT, IPV6_TRANSPARENT, SOL_IPV6 = 19, 75, 41
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 PAUSE_S = 0.001
 NAME_BYTES = 32
+SOURCE_PORTS = (16000, 65000)
 
 Target = tuple[str, int]
 
@@ -85,9 +87,25 @@ def _listener(host: str, port: int) -> socket.socket:
     return made
 
 
+def source_ports() -> Iterator[int]:
+    """Yield ports to dial from, each once a minute at most.
+
+    The kernel would choose one again after some thousand connections, and what conntrack remembers
+    of the old connection then decides about the new one.
+    """
+    while True:
+        yield from range(*SOURCE_PORTS)
+
+
+_ports = source_ports()
+_turn = threading.Lock()
+
+
 def connect(target: Target, timeout_s: float) -> tuple[str, socket.socket | None]:
     """Return who answered, and the connection; without an answer what happened instead."""
     made = socket.socket(family_of(target[0]))
+    with _turn:
+        made.bind(("", next(_ports)))
     made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
     made.settimeout(timeout_s)
     try:

@@ -27,8 +27,8 @@ def inside(namespace: str, *command: str, stdin: str | None = None, check: bool 
 def namespace(label: str = "t", *, lo_up: bool = True) -> Iterator[str]:
     """Make a namespace `it-LABEL-RANDOM`, yield its name, and remove it."""
     name = f"{PREFIX}{label}-{secrets.token_hex(3)}"
-    run("ip", "netns", "add", name)
     try:
+        run("ip", "netns", "add", name)
         if lo_up:
             run("ip", "-n", name, "link", "set", "lo", "up")
         yield name

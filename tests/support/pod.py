@@ -2,6 +2,7 @@
 
     peer namespace                      pod namespace
     10.77.0.1, fd00:77::1  <- veth ->   10.77.0.2, fd00:77::2
+    10.78.0.1, fd00:78::1 (on lo)
     server "outside" :8000              application "app" :8080 as user 1000
                                         Envoy as user 1337: 15001, 15006, 15021, admin 15000
 
@@ -34,6 +35,8 @@ OUTSIDE_PORT = 8000
 POD = {4: "10.77.0.2", 6: "fd00:77::2"}
 PEER = {4: "10.77.0.1", 6: "fd00:77::1"}
 PREFIX = {4: 24, 6: 64}
+# Further addresses of the peer, for whoever needs a client that has never called before.
+STRANGER = {4: "10.78.0.1", 6: "fd00:78::1"}
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0
@@ -224,10 +227,20 @@ class Pod:
         )
 
     def call_from_peer(
-        self, address: str, port: int, *, path: str = "/", count: int = 1, timeout_s: float = 10.0
+        self,
+        address: str,
+        port: int,
+        *,
+        source: tuple[str, int] | None = None,
+        path: str = "/",
+        count: int = 1,
+        timeout_s: float = 10.0,
     ) -> list[Answer]:
-        """Send requests from outside the pod, as `call` does from inside."""
-        call = _target(address, port, path=path, timeout_s=timeout_s)
+        """Send requests from outside the pod, as `call` does from inside.
+
+        `source` is an address of the peer and a port, 0 for any.
+        """
+        call = _target(address, port, path=path, timeout_s=timeout_s) | {"source": source}
         return self._call(self.peer, call, count=count, uid=APP_UID, gid=APP_UID)
 
     def _call(
@@ -279,6 +292,7 @@ def _target(
         "path": path,
         "timeout_s": timeout_s,
         "until_ok": False,
+        "source": None,
     }
 
 
@@ -311,6 +325,8 @@ def _join(pod: str, peer: str) -> None:
             address = f"{own[version]}/{PREFIX[version]}"
             netns.run("ip", "-n", name, "addr", "add", address, "dev", "eth0", *nodad)
             netns.run("ip", "-n", name, "route", "add", "default", "via", other[version])
+    for stranger in STRANGER.values():
+        netns.run("ip", "-n", peer, "addr", "add", stranger, "dev", "lo")
 
 
 def _is_up(namespace: str) -> bool:

@@ -87,7 +87,8 @@ async def serve(name: str, port: int) -> None:
 
 async def request(call: dict[str, Any]) -> dict[str, Any]:
     """Send one GET and return status and body; raise OSError if there is no whole answer."""
-    reader, writer = await asyncio.open_connection(call["address"], call["port"])
+    source = tuple(call["source"]) if call["source"] else None
+    reader, writer = await asyncio.open_connection(call["address"], call["port"], local_addr=source)
     try:
         head = f"GET {call['path']} HTTP/1.1\r\nhost: {call['host']}\r\nconnection: close\r\n\r\n"
         writer.write(head.encode())

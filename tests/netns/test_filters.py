@@ -1,0 +1,71 @@
+"""The digest of all rules: it changes with every rule and with nothing else."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from agent.backends.session import Session, reading
+from agent.kernel.netns import Netns
+from tests.support.netns import inside, path_of
+
+TOOLS = ("iptables-legacy", "ip6tables-legacy", "iptables-nft", "ip6tables-nft")
+
+
+@pytest.fixture
+def session(netns: str) -> Iterator[Session]:
+    with Netns.open(path_of(netns)) as opened, reading(opened) as found:
+        yield found
+
+
+def connect(netns: str, address: str) -> None:
+    """Make packets that counters of OUTPUT count; nobody answers."""
+    code = f"import socket; socket.create_connection(('{address}', 9))"
+    inside(netns, "python3", "-c", code, check=False)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_traffic_does_not_change_the_digest(netns: str, session: Session, tool: str) -> None:
+    inside(netns, tool, "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-j", "RETURN")
+    before = session.eye.digest()
+    connect(netns, "::1" if tool.startswith("ip6") else "127.0.0.1")
+    listing = inside(netns, f"{tool}-save", "-c", "-t", "nat")
+    assert "[1:" in listing  # the packet was counted
+    assert session.eye.digest() == before
+
+
+def test_traffic_does_not_change_the_digest_of_native_rules(netns: str, session: Session) -> None:
+    script = "table inet t { chain c { type filter hook output priority 0; tcp dport 9 counter; } }"
+    inside(netns, "nft", "-f", "-", stdin=script)
+    before = session.eye.digest()
+    connect(netns, "127.0.0.1")
+    assert "packets 1" in inside(netns, "nft", "list", "ruleset")
+    assert session.eye.digest() == before
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("-A", "OUTPUT", "-p", "tcp", "-j", "ACCEPT"),
+        ("-A", "OUTPUT", "-p", "udp", "-j", "RETURN"),
+        ("-I", "OUTPUT", "1", "-d", "192.0.2.1", "-j", "RETURN"),
+        ("-D", "OUTPUT", "1"),
+        ("-N", "OTHER"),
+        ("-P", "OUTPUT", "DROP"),
+    ],
+)
+def test_every_change_of_a_rule_changes_the_digest(
+    netns: str, session: Session, tool: str, change: tuple[str, ...]
+) -> None:
+    table = "filter"
+    inside(netns, tool, "-t", table, "-A", "OUTPUT", "-p", "tcp", "-j", "RETURN")
+    before = session.eye.digest()
+    words = ["2001:db8::1" if w == "192.0.2.1" and tool.startswith("ip6") else w for w in change]
+    inside(netns, tool, "-t", table, *words)
+    assert session.eye.digest() != before
+
+
+def test_looking_creates_no_table(netns: str, session: Session) -> None:
+    session.eye.digest()
+    assert session.eye.legacy_tables() in ({4: (), 6: ()}, {4: ()})
+    assert inside(netns, "nft", "list", "ruleset") == ""
