@@ -24,7 +24,7 @@ EXAMPLES = """examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser)
-    parser.add_argument("--uid", metavar="U", help="user of the sending process (0; none with --in)")
+    parser.add_argument("--uid", metavar="U", help="user of the sending process (0)")
     parser.add_argument("--gid", metavar="G", help="its group (as --uid)")
     parser.add_argument("--to", metavar="ADDR:PORT", required=True, help="destination")
     parser.add_argument("--from", dest="source", metavar="ADDR", help="source address")

@@ -52,10 +52,9 @@ def baseline(netns: Netns, flavour: str, settings: Settings) -> float:
     rulesets = plan(settings).rulesets
     words = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
     calls = [([f"{words[family]}-{flavour}-save"], "") for family in Family]
-    calls += [
-        ([f"{words[family]}-{flavour}-restore", "--noflush"], render(rulesets[family], builtin=False))
-        for family in Family
-    ]
+    for family, word in words.items():
+        text = render(rulesets[family], builtin=False)
+        calls.append(([f"{word}-{flavour}-restore", "--noflush"], text))
 
     def execute() -> None:
         for command, text in calls:
@@ -79,9 +78,9 @@ def measure(action: str, backend: str) -> tuple[float, float]:
         with namespace("bench") as name, Netns.open(path_of(name)) as netns:
             base = baseline(netns, flavour, SETTINGS)
         with namespace("bench") as name, Netns.open(path_of(name)) as netns:
-            applied = timed(lambda: apply(netns, SETTINGS, backend=backend))  # noqa: B023
+            applied = timed(lambda: apply(netns, SETTINGS, backend=backend))
             if action == "check":
-                applied = timed(lambda: check(netns, SETTINGS))  # noqa: B023
+                applied = timed(lambda: check(netns, SETTINGS))
         if round_number >= 3:  # the first rounds warm the caches
             theirs.append(base)
             ours.append(applied)
