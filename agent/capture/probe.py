@@ -24,6 +24,7 @@ from agent.kernel.netns import Netns
 from agent.kernel.probe_net import Outside
 from agent.kernel.sockets import SocketTable
 from agent.model.settings import Settings
+from agent.model.values import Address
 
 __all__ = ["Outcome", "ProbeResult", "passed", "probe"]
 
@@ -67,19 +68,25 @@ def _without_strays(outside: Outside, plan: ProbePlan) -> ProbePlan:
 
     An inbound connection whose answers would go elsewhere takes the link's own address instead.
     """
+    packets = tuple(_packet(plan, attempt) for attempt in plan.attempts)
     kept: list[Attempt] = []
     skipped = list(plan.skipped)
-    for attempt in plan.attempts:
-        link = plan.link(attempt.family)
-        if attempt.way is Way.OUT and not attempt.local:
-            uid = attempt.owner.uid if attempt.owner else 0
-            if not outside.leads(attempt.destination, link.pod, uid):
-                skipped.append(_stray(attempt))
-                continue
-        elif attempt.way is Way.IN and not outside.leads(link.far, attempt.destination, 0):
-            attempt = replace(attempt, destination=link.pod)
-        kept.append(attempt)
+    for attempt, leads in zip(plan.attempts, outside.leads(packets), strict=True):
+        if leads or attempt.local or attempt.way is Way.BACK:
+            kept.append(attempt)
+        elif attempt.way is Way.IN:
+            kept.append(replace(attempt, destination=plan.link(attempt.family).pod))
+        else:
+            skipped.append(_stray(attempt))
     return replace(plan, attempts=tuple(kept), skipped=tuple(skipped))
+
+
+def _packet(plan: ProbePlan, attempt: Attempt) -> tuple[Address, Address, int]:
+    """Return destination, source and uid of what the namespace sends in an attempt."""
+    link = plan.link(attempt.family)
+    if attempt.way is Way.OUT:
+        return attempt.destination, link.pod, attempt.owner.uid if attempt.owner else 0
+    return link.far, attempt.destination, 0
 
 
 def _stray(attempt: Attempt) -> ProbeResult:

@@ -115,7 +115,7 @@ class Observation:
     `answered_by` is the receiver of the probe whose nonce came back, `arrived` the one that got the
     attempt, `outside` whether that one stands outside, and `original` the destination that it was
     told. Of others' sockets the kernel names the one that `accepted` the connection, and conntrack
-    the end that it was `translated` to. `taken` tells that somebody took the port meanwhile.
+    the end that it was `translated` to. `unbound` is why the probe could not listen there itself.
     """
 
     answered_by: Endpoint | None = None
@@ -126,4 +126,4 @@ class Observation:
     translated: Endpoint | None = None
     connected: bool = False
     error: int = 0
-    taken: bool = False
+    unbound: int = 0

@@ -39,7 +39,7 @@ from agent.kernel.sockets import (
     original_destination,
 )
 from agent.model import numbers
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, EnvironmentLacks
 from agent.model.ruleset import Family
 from agent.model.settings import Settings
 from agent.model.values import Address
@@ -87,11 +87,14 @@ def exchange(
 
     Takes `PATIENCE_S` if one of them is not answered. Raises: EnvironmentLacks, StateUnreadable.
     """
-    with contextlib.ExitStack() as stack:
-        work = _Exchange(plan, settings, pod, outside, stack)
-        work.start()
-        work.wait()
-        return work.observations()
+    try:
+        with contextlib.ExitStack() as stack:
+            work = _Exchange(plan, settings, pod, outside, stack)
+            work.start()
+            work.wait()
+            return work.observations()
+    except OSError as error:
+        raise EnvironmentLacks(f"the probe cannot make its connections: {error}") from error
 
 
 class _Exchange:
@@ -111,7 +114,7 @@ class _Exchange:
         with contextlib.suppress(AgentError):
             self._conntrack = stack.enter_context(pod.run(Conntrack))
         self._receivers: list[_Receiver] = []
-        self._taken: set[Endpoint] = set()
+        self._unbound: dict[Endpoint, int] = {}
         self._arrivals: dict[Endpoint, tuple[_Receiver, Endpoint]] = {}
         self._calls: list[_Call] = []
 
@@ -145,9 +148,9 @@ class _Exchange:
             try:
                 self._receive(attempt, place, owner)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE:
+                if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
                     raise
-                self._taken.add(place)
+                self._unbound[place] = error.errno
 
     def _receive(self, attempt: Attempt, place: Endpoint, owner: Owner | None) -> None:
         with acting_as(owner) if owner else contextlib.nullcontext():
@@ -290,10 +293,17 @@ class _Exchange:
             return
         found = self._table.facing("tcp", call.local)
         call.accepted = next(iter(found), call.accepted)
-        # Until a process has accepted it the kernel does not say whose it is.
-        known = call.accepted is not None and call.accepted.inode != 0 and call.attempt.live
-        if known or time.monotonic() > call.connected_at + GRACE_S:
+        if self._is_known(call) or time.monotonic() > call.connected_at + GRACE_S:
             self._end(call)
+
+    def _is_known(self, call: _Call) -> bool:
+        """Tell whether it is known who has the connection, where no nonce will come.
+
+        Until a process has accepted it the kernel may not say whose it is, but the port does.
+        """
+        if call.accepted is None or not call.attempt.live:
+            return False
+        return call.accepted.inode != 0 or call.accepted.local[1] == call.attempt.lands
 
     def _translation(self, call: _Call) -> Endpoint | None:
         with contextlib.suppress(AgentError):
@@ -322,7 +332,7 @@ class _Exchange:
             translated=call.translated,
             connected=call.connected_at is not None,
             error=call.error,
-            taken=place in self._taken,
+            unbound=self._unbound.get(place, 0) if place else 0,
         )
 
 

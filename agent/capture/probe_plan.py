@@ -37,6 +37,7 @@ from agent.capture.probe_space import (
 from agent.kernel.probe_net import Link
 from agent.kernel.sockets import Owner
 from agent.model import numbers
+from agent.model.ruleset import Family
 from agent.model.settings import Settings
 from agent.model.values import Span, network_text
 
@@ -61,8 +62,12 @@ def choose(settings: Settings, facts: Facts, rng: random.Random) -> ProbePlan:
     links = tuple(
         link_for(family, facts.surroundings, settings.dns_servers(family), rng)
         for family in settings.families
+        if family is Family.IPV4 or facts.surroundings.ipv6
     )
     found: list[Found] = []
+    if settings.enable_ipv6 and not facts.surroundings.ipv6:
+        why = "new interfaces of the namespace have no IPv6, so the probe has none"
+        found.append(ProbeResult(name="ipv6", outcome=Outcome.SKIPPED, detail=why))
     for link in links:
         choice = _Choice(settings, facts, rng, link)
         found += (*choice.outbound(), *choice.inbound(), *choice.dns())

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, replace
 
 from agent.capture.probe_attempt import Attempt, Facts, Observation, Outcome, ProbeResult, Way
+from agent.capture.probe_space import LOOPBACK
 from agent.kernel.sockets import Endpoint
 from agent.model.settings import Settings
 
@@ -40,9 +41,11 @@ class Judge:
     # what must be captured
 
     def _captured(self, attempt: Attempt, seen: Observation) -> Judged:
-        if seen.taken:
+        if seen.unbound == errno.EADDRINUSE:
             what = f"was not judged: somebody began to listen on port {attempt.lands} meanwhile"
             return Outcome.SKIPPED, f"{what}; repeat the probe"
+        if seen.unbound:
+            return Outcome.FAILED, f"cannot be captured: {self._no_loopback(attempt)}"
         if seen.outside:
             return self._escaped(attempt)
         if seen.arrived:
@@ -57,7 +60,7 @@ class Judge:
         if seen.answered_by is None:
             return Outcome.FAILED, (
                 f"landed on port {place[1]}, but the answer did not come back: a rule drops it or "
-                f"sends it elsewhere{self._zones(attempt)}; {self._commands(attempt)}"
+                f"sends it elsewhere{self._zones(attempt)}; {self._advice(attempt)}"
             )
         if (
             attempt.protocol == "tcp"
@@ -77,14 +80,15 @@ class Judge:
     def _accepted(self, attempt: Attempt, seen: Observation) -> Judged:
         assert seen.accepted is not None
         place, uid = seen.accepted.local, seen.accepted.uid
+        whose = f" (uid {uid})" if seen.accepted.inode else ""
         if self._is_capture(attempt, place, uid):
-            return Outcome.OK, f"was accepted by the proxy (uid {uid}) at {text(place)}"
+            return Outcome.OK, f"was accepted by the proxy{whose} at {text(place)}"
         if place == attempt.goal:
             return Outcome.FAILED, (
-                f"was not captured: the application's own socket (uid {uid}) accepted it; "
+                f"was not captured: the application's own socket{whose} accepted it; "
                 f"{self._cause(attempt)}"
             )
-        return self._wrong_port(attempt, place[1], f" (a socket of uid {uid})")
+        return self._wrong_port(attempt, place[1], whose)
 
     def _is_capture(self, attempt: Attempt, place: Endpoint, uid: int) -> bool:
         """Tell whether a socket of the pod is the proxy's; TPROXY's have the original address."""
@@ -118,12 +122,12 @@ class Judge:
         if seen.error == errno.ECONNREFUSED:
             return Outcome.FAILED, (
                 "was refused: a rule rejects it or redirects it to a port where nobody listens; "
-                f"{self._commands(attempt)}"
+                f"{self._advice(attempt)}"
             )
         if seen.error:
             return Outcome.FAILED, (
                 f"could not be sent ({os.strerror(seen.error)}): a rule or route rejects it; "
-                f"{self._commands(attempt)}"
+                f"{self._advice(attempt)}"
             )
         return self._lost(attempt)
 
@@ -144,7 +148,7 @@ class Judge:
     def _wrong_port(self, attempt: Attempt, port: int, whose: str) -> Judged:
         return Outcome.FAILED, (
             f"landed on port {port}{whose} instead of {attempt.lands}: another rule takes it "
-            f"first; {self._commands(attempt)}"
+            f"first; {self._advice(attempt)}"
         )
 
     def _lost(self, attempt: Attempt) -> Judged:
@@ -155,17 +159,22 @@ class Judge:
                 f"the proxy. Marked packets need `ip -{attempt.family.version} rule add fwmark "
                 f"{settings.inbound_tproxy_mark} lookup {settings.inbound_tproxy_route_table}` and "
                 "a local default route in that table, the mangle rules that restore the mark, and "
-                f"rp_filter 0; {self._commands(attempt)}"
+                "rp_filter 0"
             )
         cause = "a rule drops it"
         if not self.facts.surroundings.lo_up:
-            cause = "lo is down, so nothing can be redirected"
+            cause = self._no_loopback(attempt)
         elif attempt.way is Way.IN and settings.tproxy:
             cause = "TPROXY found no listener to hand it to, or a rule drops it"
             port = attempt.lands or 0
             if any(s.local[1] == port and not s.transparent for s in self.facts.listeners):
                 cause = f"the listener on port {port} lacks IP_TRANSPARENT, so TPROXY drops it"
-        return Outcome.FAILED, f"got no answer: {cause}; {self._commands(attempt)}"
+        return Outcome.FAILED, f"got no answer: {cause}; {self._advice(attempt)}"
+
+    def _no_loopback(self, attempt: Attempt) -> str:
+        if self.facts.surroundings.lo_up:
+            return f"{LOOPBACK[attempt.family]} is missing on lo, where REDIRECT delivers"
+        return "lo is down, so nothing can be redirected: `ip link set lo up`"
 
     def _zones(self, attempt: Attempt) -> str:
         if attempt.protocol == "udp":
@@ -182,7 +191,7 @@ class Judge:
         if seen.outside:
             return Outcome.FAILED, (
                 "went its own way, but the answer did not come back: a rule drops it or sends it "
-                f"elsewhere{self._zones(attempt)}; {self._commands(attempt)}"
+                f"elsewhere{self._zones(attempt)}; {self._advice(attempt)}"
             )
         place = self._place(seen)
         if place and place != attempt.goal:
@@ -190,7 +199,7 @@ class Judge:
         why = os.strerror(seen.error) if seen.error else "no answer"
         return Outcome.FAILED, (
             f"must pass uncaptured and did not arrive ({why}): a rule drops it or sends it "
-            f"elsewhere; {self._commands(attempt)}"
+            f"elsewhere; {self._advice(attempt)}"
         )
 
     def _exempt_inbound(self, attempt: Attempt, seen: Observation) -> Judged:
@@ -215,7 +224,7 @@ class Judge:
     def _caught(self, attempt: Attempt, place: Endpoint) -> Judged:
         return Outcome.FAILED, (
             f"was captured to port {place[1]}, and must not be: the rule that exempts it is "
-            f"missing or comes too late; {self._commands(attempt)}"
+            f"missing or comes too late; {self._advice(attempt)}"
         )
 
     # advice
@@ -226,17 +235,14 @@ class Judge:
         chain = "PREROUTING" if attempt.way is Way.IN else "OUTPUT"
         return (
             f"the {family} rules of {table} {chain} are missing, incomplete or behind a rule of "
-            f"somebody else; {self._commands(attempt)}"
+            f"somebody else; {self._advice(attempt)}"
         )
 
-    def _commands(self, attempt: Attempt) -> str:
-        check = f"`intercept-agent check --netns {self.path}`"
-        trace = f"`intercept-agent trace --netns {self.path} "
-        if attempt.way is Way.OUT and attempt.owner:
-            trace += f"--uid {attempt.owner.uid} --gid {attempt.owner.gid} "
-        elif attempt.way is Way.IN:
-            trace += "--in "
-        else:
-            return f"{check} compares"
+    def _advice(self, attempt: Attempt) -> str:
+        """Return the command that shows which rule decides."""
+        way = "--in"
+        if attempt.owner:
+            way = f"--uid {attempt.owner.uid} --gid {attempt.owner.gid}"
         protocol = " --proto udp" if attempt.protocol == "udp" else ""
-        return f"{check} compares, {trace}--to {text(attempt.goal)}{protocol}` shows the way"
+        command = f"intercept-agent trace --netns {self.path} {way} --to {text(attempt.goal)}"
+        return f"`{command}{protocol}` shows the way"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from agent.kernel import libc
 from agent.kernel.netns import Netns, NetnsId
+from agent.kernel.routing import IPV6_CONF
 from agent.kernel.sockets import AF
 from agent.model.errors import EnvironmentLacks
 from agent.model.ruleset import Family
@@ -73,13 +74,15 @@ class Surroundings:
     """What a namespace holds that a probe must keep clear of.
 
     `addresses` are its own with their networks, in the kernel's order; `networks` the destinations
-    that it has routes to, without the default ones.
+    that it has routes to, without the default ones. `ipv6` tells whether a new interface can have
+    IPv6.
     """
 
     addresses: tuple[ipaddress.IPv4Interface | ipaddress.IPv6Interface, ...] = ()
     networks: tuple[Network, ...] = ()
     interfaces: frozenset[str] = frozenset()
     lo_up: bool = True
+    ipv6: bool = True
 
 
 def look() -> Surroundings:
@@ -93,7 +96,16 @@ def look() -> Surroundings:
             networks=tuple(n for family in Family for n in _networks(ipr, family)),
             interfaces=frozenset(links),
             lo_up=bool(links["lo"]["flags"] & IFF_UP),
+            ipv6=_ipv6_possible(),
         )
+
+
+def _ipv6_possible() -> bool:
+    path = IPV6_CONF / "default" / "disable_ipv6"
+    try:
+        return path.read_text().strip() == "0" or os.access(path, os.W_OK)
+    except OSError:
+        return False
 
 
 def _addresses(
@@ -124,24 +136,36 @@ class Outside:
     pod: Netns
     index: int
 
-    def leads(self, destination: Address, source: Address, uid: int) -> bool:
-        """Tell whether the pod sends such a packet of the probe over the link."""
-        return self.pod.run(lambda: self._leads(destination, source, uid), timeout_s=WORK_S)
+    def leads(self, packets: Iterable[tuple[Address, Address, int]]) -> tuple[bool, ...]:
+        """Tell which packets of the probe the pod sends over the link.
 
-    def _leads(self, destination: Address, source: Address, uid: int) -> bool:
-        from pyroute2 import IPRoute
-        from pyroute2.netlink.exceptions import NetlinkError
+        A packet is its destination, its source and the uid of its sender.
+        """
+        packets = tuple(packets)
 
-        asked: dict[str, object] = {"dst": str(destination), "src": str(source), "uid": uid}
-        family = socket.AF_INET6 if destination.version == 6 else socket.AF_INET
-        if family == socket.AF_INET:
-            asked["tos"] = PROBE_TOS
-        with IPRoute() as ipr:
-            try:
-                answer = next(iter(ipr.route("get", family=family, **asked)))
-            except NetlinkError:  # no route at all, or one that refuses
-                return False
-            return bool(dict(answer["attrs"]).get("RTA_OIF") == self.index)
+        def ask() -> tuple[bool, ...]:
+            from pyroute2 import IPRoute
+
+            with IPRoute() as ipr:
+                return tuple(_interface(ipr, *packet) == self.index for packet in packets)
+
+        return self.pod.run(ask, timeout_s=WORK_S)
+
+
+def _interface(ipr: "IPRoute", destination: Address, source: Address, uid: int) -> int | None:
+    """Return the index of the interface that such a packet leaves by, None if it does not."""
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    asked: dict[str, object] = {"dst": str(destination), "src": str(source), "uid": uid}
+    family = socket.AF_INET6 if destination.version == 6 else socket.AF_INET
+    if family == socket.AF_INET:
+        asked["tos"] = PROBE_TOS
+    try:
+        answer = next(iter(ipr.route("get", family=family, **asked)))
+    except NetlinkError:  # no route at all, or one that refuses
+        return None
+    found: int | None = dict(answer["attrs"]).get("RTA_OIF")
+    return found
 
 
 @contextlib.contextmanager
@@ -270,10 +294,10 @@ def _prepare_pod(index: int, name: str, links: tuple[Link, ...], roads: tuple[Ro
 
 def _enable_ipv6(name: str) -> None:
     """Switch IPv6 on for the link alone, where new interfaces come without it."""
-    path = f"/proc/sys/net/ipv6/conf/{name}/disable_ipv6"
-    with contextlib.suppress(OSError), open(path, "r+") as setting:
-        if setting.read().strip() == "1":
-            setting.write("0")
+    path = IPV6_CONF / name / "disable_ipv6"
+    with contextlib.suppress(OSError):
+        if path.read_text().strip() == "1":
+            path.write_text("0")
 
 
 def _add_road(ipr: "IPRoute", index: int, road: Road, source: Address) -> None:
