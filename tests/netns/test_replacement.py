@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from difflib import unified_diff
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,8 @@ def assert_only(name: str, raw: Raw, backend: str) -> None:
     """Assert that the namespace looks as if nothing but this capture had ever been there."""
     assert_in_sync(name, raw, backend)
     found, expected = snapshot(name), fresh(raw, backend, legacy_tables(name))
-    assert {k: normal(v) for k, v in found.items()} == {k: normal(v) for k, v in expected.items()}
+    for kind, text in expected.items():
+        assert not list(unified_diff(normal(text), normal(found[kind]), lineterm="", n=0)), kind
 
 
 def normal(text: str) -> list[str]:
