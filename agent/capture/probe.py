@@ -6,6 +6,7 @@ the probe's own leaves the machine, and nothing of it stays.
 """
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 from agent.capture.probe_attempt import (
@@ -44,7 +45,7 @@ def probe(netns: Netns, settings: Settings) -> tuple[ProbeResult, ...]:
     if not plan.attempts:
         return plan.skipped
     with probe_net.outside(netns, plan.name, plan.links, plan.roads()) as outside:
-        plan = _without_strays(outside, plan)
+        plan = _without_strays(outside, plan, settings)
         seen = exchange(plan, settings, netns, outside.netns)
     judge = Judge(settings, facts, netns.path)
     judged = (judge.result(a, s) for a, s in zip(plan.attempts, seen, strict=True))
@@ -63,30 +64,36 @@ def _facts(netns: Netns) -> Facts:
     return Facts(surroundings=surroundings, listeners=listeners)
 
 
-def _without_strays(outside: Outside, plan: ProbePlan) -> ProbePlan:
+def _without_strays(outside: Outside, plan: ProbePlan, settings: Settings) -> ProbePlan:
     """Leave out what the namespace's policy routing would lead elsewhere, which is past the link.
 
     An inbound connection whose answers would go elsewhere takes the link's own address instead.
     """
-    packets = tuple(_packet(plan, attempt) for attempt in plan.attempts)
     kept: list[Attempt] = []
     skipped = list(plan.skipped)
-    for attempt, leads in zip(plan.attempts, outside.leads(packets), strict=True):
-        if leads or attempt.local or attempt.way is Way.BACK:
-            kept.append(attempt)
-        elif attempt.way is Way.IN:
-            kept.append(replace(attempt, destination=plan.link(attempt.family).pod))
+    for attempt in plan.attempts:
+        moved = replace(attempt, destination=plan.link(attempt.family).pod)
+        choices = (attempt, moved) if attempt.way is Way.IN else (attempt,)
+        packets = (tuple(_packets(plan, choice, settings)) for choice in choices)
+        led = (c for c, p in zip(choices, packets, strict=True) if all(outside.leads(p)))
+        if (found := next(led, None)) is not None:
+            kept.append(found)
         else:
             skipped.append(_stray(attempt))
     return replace(plan, attempts=tuple(kept), skipped=tuple(skipped))
 
 
-def _packet(plan: ProbePlan, attempt: Attempt) -> tuple[Address, Address, int]:
-    """Return destination, source and uid of what the namespace sends in an attempt."""
+def _packets(
+    plan: ProbePlan, attempt: Attempt, settings: Settings
+) -> Iterator[tuple[Address, Address, int]]:
+    """Yield destination, source and uid of what the namespace sends over the link in an attempt."""
     link = plan.link(attempt.family)
-    if attempt.way is Way.OUT:
-        return attempt.destination, link.pod, attempt.owner.uid if attempt.owner else 0
-    return link.far, attempt.destination, 0
+    if attempt.way is Way.OUT and attempt.owner and not attempt.local:
+        yield attempt.destination, link.pod, attempt.owner.uid
+    elif attempt.way is Way.IN:
+        # The answer is the proxy's, or the kernel's own if nobody listens.
+        for uid in (settings.proxy_uid[0].first, 0):
+            yield link.far, attempt.destination, uid
 
 
 def _stray(attempt: Attempt) -> ProbeResult:

@@ -5,10 +5,10 @@ TCP: so nothing is ever sent to an application or a proxy that a connection reac
 purpose. Over UDP the query is one that every DNS server ignores.
 
 Where nobody listens, the receiver is the probe's own; it is bound to the one address that the
-captured packet arrives at. It never takes a port from a live proxy: it binds exclusively. Only then
-is the port made shareable with the proxy's own uid, so that a proxy that starts at this very moment
-(with SO_REUSEPORT, as Envoy does) is not turned away. Where somebody listens, sock_diag and
-conntrack tell who got the connection.
+captured packet arrives at, where there is one. It never takes a port from a live proxy: it binds
+exclusively. Only then is the port made shareable with the proxy's own uid, so that a proxy that
+starts at this very moment (with SO_REUSEPORT, as Envoy does) is not turned away. Where somebody
+listens, sock_diag and conntrack tell who got the connection.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.capture.probe_attempt import Attempt, Observation, ProbePlan, Way
-from agent.capture.probe_space import LOOPBACK
+from agent.capture.probe_space import ANY, LOOPBACK
 from agent.kernel.netns import Netns
 from agent.kernel.probe_net import HOP_LIMIT, PROBE_TOS
 from agent.kernel.sockets import (
@@ -140,7 +140,7 @@ class _Exchange:
         wanted = {
             (a.protocol, place): a
             for a in self._plan.attempts
-            if (place := landing(self._plan, a)) is not None and not a.live
+            if (place := landing(self._plan, a, settings)) is not None and not a.live
         }
         for (_, place), attempt in wanted.items():
             # The application's side of TPROXY's way back is no proxy.
@@ -322,7 +322,7 @@ class _Exchange:
         arrived = self._arrivals.get(call.local)
         by_nonce = (r for r in self._receivers if r.nonce == call.answer)
         receiver = next(by_nonce, None)
-        place = landing(self._plan, call.attempt)
+        place = landing(self._plan, call.attempt, self._settings)
         return Observation(
             answered_by=receiver.place if receiver else None,
             outside=receiver.outside if receiver else bool(arrived and arrived[0].outside),
@@ -336,16 +336,19 @@ class _Exchange:
         )
 
 
-def landing(plan: ProbePlan, attempt: Attempt) -> Endpoint | None:
+def landing(plan: ProbePlan, attempt: Attempt, settings: Settings) -> Endpoint | None:
     """Return the address and port that a captured attempt arrives at, None for an exempt one.
 
     REDIRECT takes the loopback address for what leaves, and an address of the interface for what
-    comes in; TPROXY takes the listener that REDIRECT would have found.
+    comes in. TPROXY takes what listens there or, if the address is not a preferred one, at the
+    destination: hence any address.
     """
     if attempt.lands is None:
         return None
     if attempt.way is Way.OUT:
         return LOOPBACK[attempt.family], attempt.lands
+    if attempt.way is Way.IN and settings.tproxy:
+        return ANY[attempt.family], attempt.lands
     return plan.link(attempt.family).pod, attempt.lands
 
 

@@ -12,6 +12,10 @@ LOOPBACK: dict[Family, Address] = {
     Family.IPV4: ipaddress.IPv4Address("127.0.0.1"),
     Family.IPV6: ipaddress.IPv6Address("::1"),
 }
+ANY: dict[Family, Address] = {
+    Family.IPV4: ipaddress.IPv4Address("0.0.0.0"),
+    Family.IPV6: ipaddress.IPv6Address("::"),
+}
 ALL_ADDRESSES = {Family.IPV4: (Span(0, 2**32 - 1),), Family.IPV6: (Span(0, 2**128 - 1),)}
 ALL_PORTS = (Span(1, MAX_PORT),)
 ALL_IDS = (Span(0, MAX_ID),)

@@ -42,8 +42,10 @@ class Judge:
 
     def _captured(self, attempt: Attempt, seen: Observation) -> Judged:
         if seen.unbound == errno.EADDRINUSE:
-            what = f"was not judged: somebody began to listen on port {attempt.lands} meanwhile"
-            return Outcome.SKIPPED, f"{what}; repeat the probe"
+            what = (
+                f"was not sent: somebody uses port {attempt.lands} in a way that the probe cannot"
+            )
+            return Outcome.SKIPPED, f"{what} follow, or just began to; repeat the probe"
         if seen.unbound:
             return Outcome.FAILED, f"cannot be captured: {self._no_loopback(attempt)}"
         if seen.outside:

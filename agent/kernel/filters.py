@@ -61,7 +61,7 @@ class FilterEye:
     """Looks at the rules of the namespace of the thread that makes it; usable from any thread."""
 
     def __init__(self) -> None:
-        self._nft = NetlinkSocket(NETLINK_NETFILTER)
+        self.netfilter = NetlinkSocket(NETLINK_NETFILTER)
         self._raw: dict[int, socket.socket] = {}
         self._names: dict[int, int] = {}
         for version, kind in ((4, socket.AF_INET), (6, socket.AF_INET6)):
@@ -96,7 +96,7 @@ class FilterEye:
     def _nft_objects(self, kind: int) -> bytes:
         request = bytes(NFGENMSG_SIZE)
         try:
-            messages = self._nft.dump((NFNL_SUBSYS_NFTABLES << 8) | kind, request)
+            messages = self.netfilter.dump((NFNL_SUBSYS_NFTABLES << 8) | kind, request)
         except OSError as error:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT):
                 return b"|none|"  # a kernel without nf_tables
@@ -133,7 +133,7 @@ class FilterEye:
             raise OSError(code, os.strerror(code))
 
     def close(self) -> None:
-        self._nft.close()
+        self.netfilter.close()
         for raw in self._raw.values():
             raw.close()
         for fd in self._names.values():

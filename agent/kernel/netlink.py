@@ -9,7 +9,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -67,6 +67,29 @@ class NetlinkSocket:
         Raises: OSError with the kernel's errno.
         """
         self._exchange(kind, flags | NLM_F_ACK, payload)
+
+    def transaction(self, messages: Sequence[tuple[int, int, bytes]]) -> None:
+        """Send messages (type, flags, payload) as one batch, whose first and last frame it.
+
+        Raises: OSError with the errno of the first message that was refused.
+        """
+        first = self._sequence + 1
+        self._sequence += len(messages)
+        packed = []
+        for index, (kind, flags, payload) in enumerate(messages):
+            # The last message inside the frame asks for the acknowledgement of the whole.
+            asked = NLM_F_ACK if index == len(messages) - 2 else 0
+            size = HEADER.size + len(payload)
+            head = HEADER.pack(size, kind, flags | asked | NLM_F_REQUEST, first + index, 0)
+            packed.append(head + payload + b"\0" * (-size % 4))
+        self._socket.send(b"".join(packed))
+        acknowledged = self._sequence - 1
+        while True:
+            for found, _, sequence, body in _split(self._socket.recv(RECEIVE_BYTES)):
+                if found == NLMSG_ERROR and sequence >= first:
+                    _raise_error(body)
+                    if sequence == acknowledged:
+                        return
 
     def _exchange(self, kind: int, flags: int, payload: bytes) -> tuple[list[Message], bool]:
         self._sequence += 1

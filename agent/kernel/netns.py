@@ -104,15 +104,8 @@ class Netns:
 
     def cookie(self) -> int | None:
         """Return the number that the kernel never gives to another namespace until reboot."""
-
-        def ask() -> int | None:
-            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-                raw = probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
-                return int(struct.unpack("Q", raw)[0])
-            return None
-
         if self._cookie is None:
-            self._cookie = self.run(ask)
+            self._cookie = self.run(_own_cookie)
         return self._cookie
 
     def close(self) -> None:
@@ -130,6 +123,13 @@ class Netns:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _own_cookie() -> int | None:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        raw = probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
+        return int(struct.unpack("Q", raw)[0])
+    return None
 
 
 def _setns(fd: int, path: str) -> None:

@@ -17,12 +17,21 @@ import errno
 import ipaddress
 import os
 import socket
+import struct
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.kernel import libc
+from agent.kernel.netlink import (
+    NETLINK_ROUTE,
+    NLM_F_ACK,
+    NetlinkSocket,
+    attribute,
+    attributes,
+)
 from agent.kernel.netns import Netns, NetnsId
 from agent.kernel.routing import IPV6_CONF
 from agent.kernel.sockets import AF
@@ -43,7 +52,9 @@ IF_OPER_UP = 6  # RFC 2863
 ADDR_GEN_MODE_NONE = 1  # linux/if_link.h: no link-local address
 IFA_F_NODAD = 0x02
 FOREVER = 0xFFFFFFFF
-TABLE_LOCAL = 255
+RTM_GETROUTE = 26  # linux/rtnetlink.h
+RTMSG_SIZE = 12
+RTA_DST, RTA_SRC, RTA_OIF, RTA_UID = 1, 2, 4, 25
 
 BUSY_S = 3.0  # how long another probe of the same namespace, or what a killed one left, may take
 UP_S = 2.0
@@ -141,31 +152,29 @@ class Outside:
 
         A packet is its destination, its source and the uid of its sender.
         """
-        packets = tuple(packets)
-
-        def ask() -> tuple[bool, ...]:
-            from pyroute2 import IPRoute
-
-            with IPRoute() as ipr:
-                return tuple(_interface(ipr, *packet) == self.index for packet in packets)
-
-        return self.pod.run(ask, timeout_s=WORK_S)
+        with self.pod.run(_Router) as router:
+            return tuple(router.interface(*packet) == self.index for packet in packets)
 
 
-def _interface(ipr: "IPRoute", destination: Address, source: Address, uid: int) -> int | None:
-    """Return the index of the interface that such a packet leaves by, None if it does not."""
-    from pyroute2.netlink.exceptions import NetlinkError
+class _Router(NetlinkSocket):
+    """Asks for the way of a packet. pyroute2 cannot: its request has no uid."""
 
-    asked: dict[str, object] = {"dst": str(destination), "src": str(source), "uid": uid}
-    family = socket.AF_INET6 if destination.version == 6 else socket.AF_INET
-    if family == socket.AF_INET:
-        asked["tos"] = PROBE_TOS
-    try:
-        answer = next(iter(ipr.route("get", family=family, **asked)))
-    except NetlinkError:  # no route at all, or one that refuses
-        return None
-    found: int | None = dict(answer["attrs"]).get("RTA_OIF")
-    return found
+    def __init__(self) -> None:
+        super().__init__(NETLINK_ROUTE)
+
+    def interface(self, destination: Address, source: Address, uid: int) -> int | None:
+        """Return the index of the interface that such a packet leaves by, None if it does not."""
+        bits = destination.max_prefixlen
+        family, tos = (socket.AF_INET, PROBE_TOS) if bits == 32 else (socket.AF_INET6, 0)
+        body = struct.pack("=BBBBBBBBI", family, bits, bits, tos, 0, 0, 0, 0, 0)
+        body += attribute(RTA_DST, destination.packed) + attribute(RTA_SRC, source.packed)
+        body += attribute(RTA_UID, struct.pack("=I", uid))
+        try:
+            (answer, *_), _ = self._exchange(RTM_GETROUTE, NLM_F_ACK, body)
+        except OSError:  # no route at all, or one that refuses
+            return None
+        found = attributes(answer.payload, RTMSG_SIZE).get(RTA_OIF)
+        return int.from_bytes(found, sys.byteorder) if found else None
 
 
 @contextlib.contextmanager

@@ -1,21 +1,25 @@
 """Who has which socket, what conntrack made of a connection, and as whom a socket is made.
 
-`SocketTable` and `Conntrack` ask the kernel over netlink by hand: pyroute2's DiagSocket answers a
-failing dump with "no sockets". Each belongs to the namespace of the thread that makes it, and can
-be used from any thread afterwards.
+`SocketTable` and `Conntrack` belong to the namespace of the thread that makes them, and can be used
+from any thread afterwards.
 """
 
 import contextlib
 import ctypes
 import errno
 import ipaddress
-import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
+from agent.kernel.netlink import (
+    NETLINK_NETFILTER,
+    NLM_F_ACK,
+    NetlinkSocket,
+    attribute,
+    attributes,
+)
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import Family
 from agent.model.values import Address
@@ -27,99 +31,15 @@ IP_TRANSPARENT = 19  # linux/in.h
 IPV6_TRANSPARENT = 75  # linux/in6.h
 SO_ORIGINAL_DST = 80  # linux/netfilter_ipv4.h; the same number for IPv6
 
-NLM_F_REQUEST = 0x1
-NLM_F_DUMP_INTR = 0x10
-NLM_F_DUMP = 0x300
-NLMSG_ERROR = 2
-NLMSG_DONE = 3
-NLA_F_NESTED = 0x8000
-NLA_TYPE_MASK = 0x3FFF
-HEADER = struct.Struct("=IHHII")
-ATTRIBUTE = struct.Struct("=HH")
-ANSWER_TIMEOUT_S = 2.0
-DUMP_TRIES = 5
-
 Endpoint = tuple[Address, int]
 
 
-# --- netlink --------------------------------------------------------------------------------------
-
-
-class _Netlink:
-    """One netlink socket: a request out, all its answers in."""
-
-    def __init__(self, protocol: int, what: str) -> None:
-        self._what = what
-        self._sequence = 0
-        try:
-            self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
-        except OSError as error:
-            raise EnvironmentLacks(f"the kernel has no {what}: {error.strerror}") from error
-        self._socket.settimeout(ANSWER_TIMEOUT_S)
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _ask(self, kind: int, flags: int, body: bytes) -> list[bytes]:
-        """Return the bodies of all answers.
-
-        Raises: OSError with the kernel's errno; ERESTART for a dump that changed under way.
-        """
-        self._sequence += 1
-        size = HEADER.size + len(body)
-        head = HEADER.pack(size, kind, NLM_F_REQUEST | flags, self._sequence, 0)
-        self._socket.send(head + body)
-        found: list[bytes] = []
-        changed = done = False
-        while not done:
-            for type_, answer_flags, answer in self._messages():
-                changed = changed or bool(answer_flags & NLM_F_DUMP_INTR)
-                if type_ in (NLMSG_ERROR, NLMSG_DONE):
-                    _raise_status(answer, self._what)
-                    done = True
-                else:
-                    found.append(answer)
-            done = done or (bool(found) and flags & NLM_F_DUMP != NLM_F_DUMP)
-        if changed:
-            raise OSError(errno.ERESTART, "it changed while it was read", self._what)
-        return found
-
-    def _messages(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield type, flags and body of what came in for the last request."""
-        data = self._socket.recv(1 << 18)
-        while len(data) >= HEADER.size:
-            size, type_, flags, sequence, _ = HEADER.unpack_from(data)
-            if sequence == self._sequence:
-                yield type_, flags, data[HEADER.size : size]
-            data = data[(size + 3) & ~3 :]
-
-
-def _raise_status(answer: bytes, what: str) -> None:
-    status = struct.unpack_from("=i", answer)[0] if len(answer) >= 4 else 0
-    if status < 0:
-        raise OSError(-status, os.strerror(-status), what)
-
-
-def _attributes(data: bytes) -> dict[int, bytes]:
-    found = {}
-    while len(data) >= ATTRIBUTE.size:
-        size, type_ = ATTRIBUTE.unpack_from(data)
-        if size < ATTRIBUTE.size:
-            break
-        found[type_ & NLA_TYPE_MASK] = data[ATTRIBUTE.size : size]
-        data = data[(size + 3) & ~3 :]
-    return found
-
-
-def _attribute(type_: int, value: bytes) -> bytes:
-    padding = b"\0" * (-len(value) % 4)
-    return ATTRIBUTE.pack(ATTRIBUTE.size + len(value), type_) + value + padding
+@contextlib.contextmanager
+def _present(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentLacks(f"the kernel has no {what}: {error.strerror}") from error
 
 
 # --- sock_diag ------------------------------------------------------------------------------------
@@ -162,11 +82,12 @@ class KernelSocket:
         return mine == address
 
 
-class SocketTable(_Netlink):
+class SocketTable(NetlinkSocket):
     """The sockets of the namespace in which this was made."""
 
     def __init__(self) -> None:
-        super().__init__(NETLINK_SOCK_DIAG, "sock_diag")
+        with _present("sock_diag"):
+            super().__init__(NETLINK_SOCK_DIAG)
 
     def listeners(self, protocol: str) -> tuple[KernelSocket, ...]:
         """Return the sockets that wait for somebody to talk to them.
@@ -187,26 +108,20 @@ class SocketTable(_Netlink):
         for family in (socket.AF_INET, socket.AF_INET6):
             ids = DIAG_ID.pack(0, remote_port, b"", b"").ljust(DIAG_ID_SIZE, b"\0")
             head = DIAG_REQUEST.pack(family, PROTOCOLS[protocol], 0, states)
-            for answer in self._dump_once(head + ids):
-                yield _kernel_socket(protocol, answer)
-
-    def _dump_once(self, request: bytes) -> list[bytes]:
-        for left in reversed(range(DUMP_TRIES)):
             try:
-                return self._ask(SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, request)
+                messages = self.dump(SOCK_DIAG_BY_FAMILY, head + ids)
             except OSError as error:
-                if error.errno != errno.ERESTART or not left:
-                    raise StateUnreadable(f"cannot list sockets: {error}") from error
-        raise AssertionError("unreachable")
+                raise StateUnreadable(f"cannot list sockets: {error}") from error
+            yield from (_kernel_socket(protocol, message.payload) for message in messages)
 
 
 def _kernel_socket(protocol: str, data: bytes) -> KernelSocket:
     local_port, remote_port, local, remote = DIAG_ID.unpack_from(data, DIAG_ID_OFFSET)
     rest = DIAG_ID_OFFSET + DIAG_ID_SIZE
     _, _, _, uid, inode = DIAG_REST.unpack_from(data, rest)
-    attributes = _attributes(data[rest + DIAG_REST.size :])
-    only = attributes.get(INET_DIAG_SKV6ONLY, b"\1")
-    options = attributes.get(INET_DIAG_SOCKOPT, b"\0")
+    extra = attributes(data, rest + DIAG_REST.size)
+    only = extra.get(INET_DIAG_SKV6ONLY, b"\1")
+    options = extra.get(INET_DIAG_SOCKOPT, b"\0")
     return KernelSocket(
         protocol=protocol,
         local=(_address(data[0], local), local_port),
@@ -227,7 +142,8 @@ def _address(family: int, raw: bytes) -> Address:
 
 # --- conntrack ------------------------------------------------------------------------------------
 
-NETLINK_NETFILTER = 12
+NLA_F_NESTED = 0x8000
+NFGENMSG_SIZE = 4
 CT_GET = 1 << 8 | 1  # subsystem ctnetlink, message IPCTNL_MSG_CT_GET
 CTA_TUPLE_ORIG, CTA_TUPLE_REPLY, CTA_ZONE = 1, 2, 18
 CTA_TUPLE_IP, CTA_TUPLE_PROTO = 1, 2
@@ -235,11 +151,12 @@ CTA_PROTO_NUM, CTA_PROTO_SRC_PORT, CTA_PROTO_DST_PORT = 1, 2, 3
 CTA_IP = {4: (1, 2), 6: (3, 4)}  # source and destination
 
 
-class Conntrack(_Netlink):
+class Conntrack(NetlinkSocket):
     """The connections of the namespace in which this was made, as conntrack knows them."""
 
     def __init__(self) -> None:
-        super().__init__(NETLINK_NETFILTER, "conntrack netlink")
+        with _present("conntrack netlink"):
+            super().__init__(NETLINK_NETFILTER)
 
     def answers(
         self, protocol: str, source: Endpoint, destination: Endpoint, zones: Iterable[int]
@@ -254,35 +171,35 @@ class Conntrack(_Netlink):
         for zone in zones:
             body = struct.pack("=BBH", family, 0, 0) + _tuple(protocol, source, destination)
             if zone:
-                body += _attribute(CTA_ZONE, struct.pack("!H", zone))
+                body += attribute(CTA_ZONE, struct.pack("!H", zone))
             try:
-                answers = self._ask(CT_GET, 0, body)
+                (answer, *_), _ = self._exchange(CT_GET, NLM_F_ACK, body)
             except OSError as error:
                 if error.errno != errno.ENOENT:
                     raise StateUnreadable(f"cannot ask conntrack: {error}") from error
                 continue
-            return _source_of(_attributes(answers[0][4:])[CTA_TUPLE_REPLY])
+            return _source_of(attributes(answer.payload, NFGENMSG_SIZE)[CTA_TUPLE_REPLY])
         return None
 
 
 def _tuple(protocol: str, source: Endpoint, destination: Endpoint) -> bytes:
     ends = zip(CTA_IP[source[0].version], (source[0], destination[0]), strict=True)
-    addresses = b"".join(_attribute(type_, address.packed) for type_, address in ends)
+    addresses = b"".join(attribute(type_, address.packed) for type_, address in ends)
     ports = (
-        _attribute(CTA_PROTO_NUM, bytes([PROTOCOLS[protocol]]))
-        + _attribute(CTA_PROTO_SRC_PORT, struct.pack("!H", source[1]))
-        + _attribute(CTA_PROTO_DST_PORT, struct.pack("!H", destination[1]))
+        attribute(CTA_PROTO_NUM, bytes([PROTOCOLS[protocol]]))
+        + attribute(CTA_PROTO_SRC_PORT, struct.pack("!H", source[1]))
+        + attribute(CTA_PROTO_DST_PORT, struct.pack("!H", destination[1]))
     )
-    both = _attribute(CTA_TUPLE_IP | NLA_F_NESTED, addresses)
-    both += _attribute(CTA_TUPLE_PROTO | NLA_F_NESTED, ports)
-    return _attribute(CTA_TUPLE_ORIG | NLA_F_NESTED, both)
+    both = attribute(CTA_TUPLE_IP | NLA_F_NESTED, addresses)
+    both += attribute(CTA_TUPLE_PROTO | NLA_F_NESTED, ports)
+    return attribute(CTA_TUPLE_ORIG | NLA_F_NESTED, both)
 
 
 def _source_of(data: bytes) -> Endpoint:
-    parts = _attributes(data)
-    addresses = _attributes(parts[CTA_TUPLE_IP])
+    parts = attributes(data, 0)
+    addresses = attributes(parts[CTA_TUPLE_IP], 0)
     raw = next(addresses[source] for source, _ in CTA_IP.values() if source in addresses)
-    (port,) = struct.unpack("!H", _attributes(parts[CTA_TUPLE_PROTO])[CTA_PROTO_SRC_PORT])
+    (port,) = struct.unpack("!H", attributes(parts[CTA_TUPLE_PROTO], 0)[CTA_PROTO_SRC_PORT])
     return ipaddress.ip_address(raw), port
 
 

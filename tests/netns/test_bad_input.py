@@ -183,17 +183,23 @@ def test_value_of_another_shape_is_refused(
     assert_refused(done, kind)
 
 
-@pytest.mark.parametrize(
-    "text", ["0x50", "010", "22:30", "1_000", "!!binary YWJj", "0b101", "0o17"]
-)
+@pytest.mark.parametrize("text", ["0x50", "010", "1_000", "!!binary YWJj", "0b101", "0o17"])
 def test_number_that_yaml_reads_as_another_is_refused(
     text: str, captured: str, tmp_path: Path
 ) -> None:
-    """YAML 1.1 makes 80, 8, 1350, 1000, three bytes and 5 of them, and nobody sees it happen."""
+    """YAML 1.1 makes 80, 8, 1000, three bytes and 5 of them, and nobody sees it happen."""
     path = tmp_path / "settings.yaml"
     path.write_text(f"inbound_ports_include: {text}\n")
     done = cli("apply", "--netns", captured, "--settings", str(path), "--dry-run")
     assert_refused(done, "inbound_ports_include")
+
+
+def test_range_that_yaml_reads_as_a_time_of_day_stays_a_range(tmp_path: Path) -> None:
+    """22:30 is 1350 in YAML 1.1, and here the ports from 22 to 30."""
+    path = tmp_path / "settings.yaml"
+    path.write_text("inbound_ports_include: 22:30\n")
+    done = cli("plan", "--settings", str(path), "--output", "json")
+    assert done.document["settings"]["inbound_ports_include"] == ["22-30"]
 
 
 def test_key_that_is_given_twice_is_refused(captured: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support import istio_rules
 from tests.support.conformance import (
@@ -37,6 +38,7 @@ each_golden = pytest.mark.parametrize("golden", goldens(), ids=lambda golden: go
 each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 ROUTED = tuple(golden for golden in goldens() if golden.ip_commands)
+PODS = tuple(golden for golden in goldens() if golden.pod)
 GROUPS = "root:x:0:\nnogroup:x:65534:\njava:x:5001:\nftp:x:5002:\n"
 
 
@@ -153,6 +155,35 @@ def test_what_was_loaded_is_in_sync_and_is_not_loaded_again(
     assert run(golden, group_file, "check", *words).document["in_sync"] is True
     assert run(golden, group_file, "apply", *words).document["changed"] is False
     assert snapshot(netns) == before
+
+
+@pytest.mark.parametrize("golden", PODS, ids=lambda golden: golden.name)
+def test_pod_of_the_golden_is_captured_by_its_annotations(
+    golden: Golden, netns: str, folder: Path
+) -> None:
+    file = folder / "pod.yaml"
+    file.write_text(yaml.safe_dump(manifest(golden)))
+    words = ("--pod-manifest", str(file), "--enable-ipv6", "false", "--backend", "iptables-nft")
+    done = cli("apply", "--netns", netns, *words)
+    assert done.code == 0, done.stderr
+    assert_loaded(netns, golden, "iptables-nft")
+
+
+def manifest(golden: Golden) -> dict[str, object]:
+    """Return the pod that a case of the CNI plugin is about, as Kubernetes would have it."""
+    pod = golden.pod
+    proxy = {
+        "env": [{"name": name, "value": value} for name, value in pod["proxy_env"].items()],
+        "securityContext": {
+            "runAsUser": pod["proxy_run_as_user"],
+            "runAsGroup": pod["proxy_run_as_group"],
+        },
+    }
+    containers = [
+        {"name": name, **(proxy if name == "istio-proxy" else {})} for name in pod["containers"]
+    ]
+    metadata = {"name": "web-1", "annotations": pod["annotations"]}
+    return {"kind": "Pod", "metadata": metadata, "spec": {"containers": containers}}
 
 
 @each_golden

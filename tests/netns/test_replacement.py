@@ -24,6 +24,7 @@ from tests.support.capturing import (
     capture,
     release,
     report,
+    state,
 )
 from tests.support.escape import DIRECT, PROXY_PORTS, Lab, lab
 from tests.support.foreign import (
@@ -36,7 +37,7 @@ from tests.support.foreign import (
     counters,
     istio_init_cases,
 )
-from tests.support.netns import inside, namespace, snapshot
+from tests.support.netns import inside, namespace
 
 pytestmark = pytest.mark.netns
 
@@ -81,7 +82,7 @@ def fresh(raw: Raw, backend: str, tables: str) -> dict[str, str]:
                 if table.startswith(f"{version}:"):
                     inside(name, f"{tool}-legacy", "-t", table[2:], "-S")
         capture(name, raw, backend)
-        return snapshot(name)
+        return state(name)
 
 
 def legacy_tables(name: str) -> str:
@@ -95,7 +96,7 @@ def legacy_tables(name: str) -> str:
 def assert_only(name: str, raw: Raw, backend: str) -> None:
     """Assert that the namespace looks as if nothing but this capture had ever been there."""
     assert_in_sync(name, raw, backend)
-    found, expected = snapshot(name), fresh(raw, backend, legacy_tables(name))
+    found, expected = state(name), fresh(raw, backend, legacy_tables(name))
     for kind, text in expected.items():
         assert not list(unified_diff(normal(text), normal(found[kind]), lineterm="", n=0)), kind
 

@@ -1,0 +1,266 @@
+"""A change that fails part way leaves the namespace as it was, whichever write it was."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.backends.protocol import Step
+from agent.capture.transition import no_hook
+from agent.kernel.tools import find
+from agent.model.errors import AgentError, KernelRejected, RolledBack
+from tests.support.capturing import (
+    BACKENDS,
+    EVERYTHING,
+    RICH,
+    SETTINGS,
+    STATE_DIR,
+    assert_in_sync,
+    capture,
+    command,
+    release,
+    started,
+    state,
+    words,
+)
+from tests.support.foreign import ISTIO_INIT, TOOLS, add_foreign, counters
+from tests.support.netns import inside, namespace
+
+pytestmark = pytest.mark.netns
+
+OTHER = SETTINGS["other-mark-and-table"]
+NEXT = dict(zip(BACKENDS, (*BACKENDS[1:], BACKENDS[0]), strict=True))
+MAX_STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
+
+
+class Refusal:
+    """A hook that refuses one write: before it is made, after it, or by an interrupt."""
+
+    def __init__(self, at: int, how: str) -> None:
+        self._left = at
+        self._how = how
+        self.fired = False
+
+    def __call__(self, step: Step) -> None:
+        if self.fired:
+            return
+        if self._left:
+            self._left -= 1
+            return
+        self.fired = True
+        if self._how == "after":
+            step.run()
+        if self._how == "interrupt":
+            raise KeyboardInterrupt
+        raise KernelRejected(f"refused by the test: {step.what}")
+
+
+def legacy_made(name: str) -> None:
+    """Make the legacy tables that a capture needs: a rollback cannot unmake them."""
+    for tool in TOOLS.values():
+        for table in ("nat", "mangle", "raw", "filter"):
+            inside(name, f"{tool}-legacy", "-t", table, "-S")
+
+
+def exact(name: str) -> dict[str, object]:
+    """Return the state, counters included; order counts, apart from that of nf_tables' tables."""
+    found = state(name)
+    nft = sorted(found.pop("nft").split("\ntable "))
+    return {**found, "nft": nft}
+
+
+def assert_every_refusal_is_undone(
+    name: str, change: Callable[[Refusal], object], *, how: str
+) -> None:
+    """Refuse the first write, then the second and so on, until one goes through unrefused."""
+    before = exact(name)
+    for at in range(MAX_STEPS):
+        refusal = Refusal(at, how)
+        with contextlib.suppress(RolledBack):
+            change(refusal)
+        if not refusal.fired:
+            assert at > 0
+            return
+        after = exact(name)
+        for kind, text in before.items():
+            assert after[kind] == text, (how, at, kind)
+    raise AssertionError("there seems to be no end of writes")
+
+
+HOW = ("before", "after", "interrupt")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_refusal_of_a_first_capture_is_undone(netns: str, backend: str, how: str) -> None:
+    add_foreign(netns)
+    seen = counters(netns)
+    assert_every_refusal_is_undone(
+        netns, lambda refusal: capture(netns, RICH, backend, before_step=refusal), how=how
+    )
+    assert_in_sync(netns, RICH, backend)
+    release(netns)
+    assert counters(netns) == seen
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_refusal_of_a_change_of_backend_is_undone(
+    netns: str, backend: str, how: str
+) -> None:
+    legacy_made(netns)
+    inside(netns, "ip", "rule", "add", "pref", "100", "from", "10.9.0.0/16", "lookup", "200")
+    capture(netns, RICH, backend)
+    inside(netns, "ip", "rule", "add", "pref", "50", "from", "10.9.1.0/24", "lookup", "200")
+    new = NEXT[backend]
+    assert_every_refusal_is_undone(
+        netns, lambda refusal: capture(netns, OTHER, new, before_step=refusal), how=how
+    )
+    assert_in_sync(netns, OTHER, new)
+
+
+@pytest.mark.parametrize("flavour", ("legacy", "nft"))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_refusal_over_istio_init_is_undone(netns: str, backend: str, flavour: str) -> None:
+    legacy_made(netns)
+    ISTIO_INIT["tproxy"].load(netns, flavour)
+    inside(netns, "ip", "rule", "add", "fwmark", "1337", "lookup", "133")
+    assert_every_refusal_is_undone(
+        netns, lambda refusal: capture(netns, OTHER, backend, before_step=refusal), how="after"
+    )
+    assert_in_sync(netns, OTHER, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_refusal_of_a_removal_is_undone(netns: str, backend: str) -> None:
+    legacy_made(netns)
+    add_foreign(netns)
+    clean = exact(netns)
+    capture(netns, RICH, backend)
+    for how in ("before", "after"):
+        before = exact(netns)
+        for at in range(MAX_STEPS):
+            refusal = Refusal(at, how)
+            with contextlib.suppress(RolledBack):
+                release(netns, before_step=refusal)
+            if not refusal.fired:
+                break
+            assert exact(netns) == before, (how, at)
+        assert exact(netns) == clean
+        capture(netns, RICH, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_known_of_the_capture_that_stayed_is_known_after_a_refusal(
+    netns: str, backend: str
+) -> None:
+    """`check` without options compares with what stands there, not with what was refused."""
+    capture(netns, RICH, backend)
+    with pytest.raises(RolledBack):
+        capture(netns, SETTINGS["other-ports"], backend, before_step=Refusal(0, "before"))
+    code, out, err = command("check", "--netns", netns)
+    assert code == 0, out + err
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_foreign_rule_that_comes_meanwhile_is_not_lost(netns: str, backend: str) -> None:
+    """Another program adds a rule while ours runs; whatever becomes of ours, theirs stays."""
+    rule = ("-p", "tcp", "--dport", "4711", "-j", "DROP")
+    added = threading.Event()
+
+    def add(_step: Step) -> None:
+        if not added.is_set():
+            added.set()
+            for flavour in ("nft", "legacy"):
+                inside(netns, f"iptables-{flavour}", "-t", "filter", "-A", "INPUT", *rule)
+
+    with contextlib.suppress(AgentError):
+        capture(netns, RICH, backend, before_step=add)
+    assert added.is_set()
+    for flavour in ("nft", "legacy"):
+        assert "--dport 4711" in inside(netns, f"iptables-{flavour}-save"), flavour
+    capture(netns, RICH, backend)
+    assert_in_sync(netns, RICH, backend)
+
+
+# --- real refusals -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def tool_wrapped(folder: Path, tool: str, script: str) -> Iterator[str]:
+    """Put a shell script in front of a tool; yields the folder to search first.
+
+    In the script `$real` is the tool and `$count` says which call this is, from 1.
+    """
+    real = find(tool)
+    assert real is not None
+    wrapper, calls = folder / tool, folder / "calls"
+    wrapper.write_text(
+        f"#!/bin/bash\nreal={real}\necho >> {calls}\ncount=$(wc -l < {calls})\n{script}\n"
+    )
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    yield str(folder)
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+def test_a_restore_that_fails_gives_exit_4_and_changes_nothing(
+    netns: str, tmp_path: Path, nth: int
+) -> None:
+    """Calls 1 and 2 are tests, 3 and 4 write; families run at once, so one of them is made."""
+    add_foreign(netns)
+    capture(netns, EVERYTHING, "nftables")
+    before = exact(netns)
+    say = 'echo "RULE_APPEND failed (Invalid argument)" >&2; exit 4'
+    for tool in ("iptables-nft-restore", "ip6tables-nft-restore"):
+        folder = tmp_path / tool
+        folder.mkdir()
+        nth_of_family = 1 if nth < 3 else 2
+        script = f'if [ "$count" = {nth_of_family} ]; then {say}; fi; exec $real "$@"'
+        with tool_wrapped(folder, tool, script) as path:
+            arguments = ("apply", "--netns", netns, "--backend", "iptables-nft", *words(RICH))
+            code, out, err = command(*arguments, path=path)
+        assert code == 4, out + err
+        assert "RULE_APPEND failed" in err
+        assert "put back" in err
+        assert exact(netns) == before
+    capture(netns, RICH, "iptables-nft")
+    assert_in_sync(netns, RICH, "iptables-nft")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_somebody_takes_away_before_the_proof_is_noticed(netns: str, backend: str) -> None:
+    """The tool said that all went well, and reading back shows that it did not."""
+    before = exact(netns)
+    flavour = backend.removeprefix("iptables-")
+
+    def spoil(step: Step) -> None:
+        step.run()
+        if "intercept-agent in one" in step.what:
+            inside(netns, "nft", "flush", "chain", "inet", "intercept-agent", "v6-nat-OUTPUT")
+        elif flavour in step.what and "load" in step.what and "iptables" in step.what:
+            raise_after.append(step)
+            if "ipv6 table raw" in step.what or flavour == "nft":
+                inside(netns, f"ip6tables-{flavour}", "-t", "nat", "-F", "ISTIO_OUTPUT")
+
+    raise_after: list[Step] = []
+    wrapped = once_each(spoil)
+    with pytest.raises(RolledBack, match="reads back differently"):
+        capture(netns, RICH, backend, before_step=wrapped)
+    after = exact(netns)
+    if backend == "iptables-legacy":
+        before, after = ({**s, "legacy4": "", "legacy6": ""} for s in (before, after))
+    assert after == before
+    capture(netns, RICH, backend)
+    assert_in_sync(netns, RICH, backend)
