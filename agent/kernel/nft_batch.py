@@ -8,6 +8,7 @@ the next namespace, as one transaction. Whoever loads it reads it back, as after
 
 import struct
 
+from agent.kernel.filters import NFT_COUNTER
 from agent.kernel.netlink import (
     NLM_F_CREATE,
     NLM_F_EXCL,
@@ -96,7 +97,12 @@ def _dump(socket: NetlinkSocket, kind: int) -> list[dict[int, bytes]]:
 def _parts(found: dict[int, bytes], kind: int) -> bytes:
     parts = CHAIN_PARTS if kind == NFT_MSG_NEWCHAIN else RULE_PARTS
     return b"".join(
-        attribute(part | (NLA_F_NESTED if part == NESTED[kind] else 0), found[part])
+        attribute(part | (NLA_F_NESTED if part == NESTED[kind] else 0), _uncounted(found[part]))
         for part in parts
         if part in found
     )
+
+
+def _uncounted(data: bytes) -> bytes:
+    """Return the data with its counters at zero: packets may have passed meanwhile."""
+    return NFT_COUNTER.sub(rb"\1" + bytes(8) + rb"\2" + bytes(8), data)

@@ -3,7 +3,6 @@
 import contextlib
 import ipaddress
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,7 +81,6 @@ def _walks(text: str, sent: Packet, inbound: bool) -> None:
     assert summary(trace) in to_text(trace)
 
 
-@pytest.mark.timeout(900)  # the fuzz profile makes twenty thousand examples
 @given(save_text(), packets, st.booleans())
 def test_any_rules_are_walked_to_an_end(text: str, sent: Packet, inbound: bool) -> None:
     _walks(text, sent, inbound)

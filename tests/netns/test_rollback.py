@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import os
 import signal
 import stat
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from agent.backends.protocol import Step
-from agent.capture.transition import no_hook
 from agent.kernel.tools import find
 from agent.model.errors import AgentError, KernelRejected, RolledBack
 from tests.support.capturing import (
@@ -31,7 +29,7 @@ from tests.support.capturing import (
     words,
 )
 from tests.support.foreign import ISTIO_INIT, TOOLS, add_foreign, counters
-from tests.support.netns import inside, namespace
+from tests.support.netns import inside
 
 pytestmark = pytest.mark.netns
 
@@ -242,25 +240,86 @@ def test_a_restore_that_fails_gives_exit_4_and_changes_nothing(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_somebody_takes_away_before_the_proof_is_noticed(netns: str, backend: str) -> None:
     """The tool said that all went well, and reading back shows that it did not."""
+    if backend == "iptables-legacy":
+        legacy_made(netns)
     before = exact(netns)
-    flavour = backend.removeprefix("iptables-")
 
     def spoil(step: Step) -> None:
-        step.run()
-        if "intercept-agent in one" in step.what:
-            inside(netns, "nft", "flush", "chain", "inet", "intercept-agent", "v6-nat-OUTPUT")
-        elif flavour in step.what and "load" in step.what and "iptables" in step.what:
-            raise_after.append(step)
-            if "ipv6 table raw" in step.what or flavour == "nft":
-                inside(netns, f"ip6tables-{flavour}", "-t", "nat", "-F", "ISTIO_OUTPUT")
+        loads = "load table inet intercept-agent in" in step.what
+        if "delete table inet intercept-agent-guard" in step.what or loads:
+            inside(netns, "ip", "-6", "rule", "del", "fwmark", "1337", "lookup", "133")
 
-    raise_after: list[Step] = []
-    wrapped = once_each(spoil)
     with pytest.raises(RolledBack, match="reads back differently"):
-        capture(netns, RICH, backend, before_step=wrapped)
-    after = exact(netns)
-    if backend == "iptables-legacy":
-        before, after = ({**s, "legacy4": "", "legacy6": ""} for s in (before, after))
-    assert after == before
+        capture(netns, RICH, backend, before_step=spoil)
+    assert exact(netns) == before
     capture(netns, RICH, backend)
     assert_in_sync(netns, RICH, backend)
+
+
+# --- interrupts that come while a tool is at work ------------------------------------------------
+
+SLOW_S = 1.0
+
+
+def interrupted(name: str, backend: str, ready: Callable[[], bool], path: str = "") -> int:
+    """Run `apply`, interrupt only that process once it is `ready`, and return its exit code."""
+    arguments = ("apply", "--netns", name, "--backend", backend, *words(RICH))
+    with started(*arguments, path=path) as process:
+        deadline = time.monotonic() + 20
+        while not ready():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=40)
+    assert "Traceback" not in err, err
+    return process.returncode
+
+
+def test_an_interrupt_during_a_slow_restore_leaves_nothing_that_comes_later(
+    netns: str, tmp_path: Path
+) -> None:
+    """The rollback must not look before the restore that it undoes has ended."""
+    before = exact(netns)
+    script = (
+        f'if [ "$count" = 2 ]; then touch {tmp_path}/writing; sleep {SLOW_S}; fi; exec $real "$@"'
+    )
+    with tool_wrapped(tmp_path, "iptables-nft-restore", script) as path:
+        code = interrupted(netns, "iptables-nft", (tmp_path / "writing").exists, path)
+    time.sleep(2 * SLOW_S)
+    assert code in (4, 130)
+    assert exact(netns) == before
+    capture(netns, RICH, "iptables-nft")
+    assert_in_sync(netns, RICH, "iptables-nft")
+
+
+def test_an_interrupt_while_the_legacy_helper_works_leaves_nothing_that_comes_later(
+    netns: str,
+) -> None:
+    legacy_made(netns)
+    before = exact(netns)
+    guarded = False
+
+    def waits_for_the_lock() -> bool:
+        nonlocal guarded  # the guard stands right before the first table is written
+        guarded = guarded or "intercept-agent-guard" in inside(netns, "nft", "list", "tables")
+        return guarded
+
+    with open("/run/xtables.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        release_lock = threading.Timer(SLOW_S, lambda: fcntl.flock(lock, fcntl.LOCK_UN))
+
+        def ready() -> bool:
+            if not waits_for_the_lock():
+                return False
+            time.sleep(0.5)  # the helper starts and waits
+            release_lock.start()
+            return True
+
+        code = interrupted(netns, "iptables-legacy", ready)
+        release_lock.join()
+    time.sleep(SLOW_S)
+    assert code in (4, 130)
+    assert exact(netns) == before
+    capture(netns, RICH, "iptables-legacy")
+    assert_in_sync(netns, RICH, "iptables-legacy")

@@ -77,9 +77,9 @@ def capture(
         return use_cases.apply(opened, settings(raw), backend=backend, before_step=before_step)
 
 
-def release(name: str) -> use_cases.Result:
+def release(name: str, *, before_step: BeforeStep = no_hook) -> use_cases.Result:
     with Netns.open(path_of(name)) as opened:
-        return use_cases.remove(opened)
+        return use_cases.remove(opened, before_step=before_step)
 
 
 def report(name: str, raw: Raw, backend: str) -> Report:
