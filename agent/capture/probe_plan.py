@@ -6,8 +6,9 @@ and a result says so. Chance (`rng`) only chooses among addresses and ports that
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from agent.capture.probe_attempt import (
     Attempt,
@@ -52,6 +53,7 @@ APPLICATION_IDS = (1000, 1001, 10001, 0)
 HIGH_PORTS = (Span(20000, 32000),)  # below the ephemeral ports, above what services use
 
 Found = Attempt | ProbeResult
+T = TypeVar("T")
 
 
 # --- the choice -----------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class _Choice:
         if self.settings.outbound_ip_ranges_include.everything:
             yield self._outside(name, owner, self._anywhere(), ports)
             return
-        networks = self.settings.outbound_ip_ranges_include.of(self.family)
+        networks = _once(self.settings.outbound_ip_ranges_include.of(self.family))
         chosen = self.rng.sample(networks, min(MAX_RANGES, len(networks)))
         for network in sorted(chosen, key=networks.index):
             label = f"{name} {network_text(network)}"
@@ -346,7 +348,7 @@ class _Choice:
                 return
 
     def _queries(self, name: str, owner: Owner) -> Iterator[Found]:
-        servers = self.settings.dns_servers(self.family)[:MAX_SERVERS]
+        servers = _once(self.settings.dns_servers(self.family))[:MAX_SERVERS]
         everyone = self.settings.capture_all_dns
         if everyone:
             number = pick(self.rng, self._anywhere(), spans_of(DOCUMENTATION[self.family])) or 0
@@ -378,3 +380,7 @@ def _preferred(ids: tuple[Span, ...]) -> int:
     """Return an id that an application may well have."""
     usual = (i for i in APPLICATION_IDS if any(i in span for span in ids))
     return next(usual, ids[0].first)
+
+
+def _once(items: Iterable[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(items))

@@ -31,8 +31,12 @@ BASIC_OPTIONS = frozenset({"-s", "-d", "-i", "-o", "-p", "-f"})
 COUNTERS = re.compile(r"\[\d+:\d+\]")
 INCOMPATIBLE = re.compile(r"^# Table `(\S+)' is incompatible")
 
-# What iptables' own saver quotes: anything but these, or an empty word (xtables_save_string).
-PLAIN_WORD = re.compile(r"[A-Za-z0-9_.,:/+%@^=-]+")
+# Options whose value the tools print by xtables_save_string, which quotes anything but these letters.
+FREE_TEXT = frozenset(
+    {"--comment", "--log-prefix", "--nflog-prefix", "--helper", "--name", "--ulog-prefix"}
+)
+SAFE_TEXT = re.compile(r"[A-Za-z0-9_-]+")
+SAFE_WORD = re.compile(r"""[^\s"'\\]+""")
 
 
 class SaveTextError(ValueError):
@@ -201,9 +205,10 @@ def _words(line: str) -> Iterator[str]:
 # --- rendering -----------------------------------------------------------------------------------
 
 
-def quote(word: str) -> str:
+def quote(word: str, option: str = "") -> str:
     """Quote a word where iptables-save does."""
-    if PLAIN_WORD.fullmatch(word):
+    safe = SAFE_TEXT if option in FREE_TEXT else SAFE_WORD
+    if safe.fullmatch(word) and not (word.startswith("-") and option in FREE_TEXT):
         return word
     escaped = re.sub(r"([\"'\\])", r"\\\1", word)
     return f'"{escaped}"'
@@ -213,7 +218,7 @@ def _option_words(option: Option) -> Iterator[str]:
     if option.negated:
         yield "!"
     yield option.name
-    yield from (value if value == "!" else quote(value) for value in option.values)
+    yield from (quote(value, option.name) for value in option.values)
 
 
 def render_spec(rule: Rule) -> str:

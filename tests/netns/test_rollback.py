@@ -24,6 +24,7 @@ from tests.support.capturing import (
     capture,
     command,
     release,
+    report,
     started,
     state,
     words,
@@ -73,10 +74,13 @@ def legacy_made(name: str) -> None:
 
 
 def exact(name: str) -> dict[str, object]:
-    """Return the state, counters included; order counts, apart from that of nf_tables' tables."""
+    """Return the state with every rule in its order; that of nf_tables' chains means nothing."""
     found = state(name)
-    nft = sorted(found.pop("nft").split("\ntable "))
-    return {**found, "nft": nft}
+    tables = {}
+    for text in found.pop("nft").split("table ")[1:]:
+        head, _, body = text.partition(" {\n")
+        tables[head] = sorted(body.rstrip().removesuffix("}").strip("\n").split("\n\n"))
+    return {**found, "nft": tables}
 
 
 def assert_every_refusal_is_undone(
@@ -108,7 +112,7 @@ def test_every_refusal_of_a_first_capture_is_undone(netns: str, backend: str, ho
     assert_every_refusal_is_undone(
         netns, lambda refusal: capture(netns, RICH, backend, before_step=refusal), how=how
     )
-    assert_in_sync(netns, RICH, backend)
+    assert not report(netns, RICH, backend).differences  # foreign translations are mentioned
     release(netns)
     assert counters(netns) == seen
 
@@ -212,11 +216,11 @@ def tool_wrapped(folder: Path, tool: str, script: str) -> Iterator[str]:
     yield str(folder)
 
 
-@pytest.mark.parametrize("nth", range(1, 5))
+@pytest.mark.parametrize("nth", (1, 2))
 def test_a_restore_that_fails_gives_exit_4_and_changes_nothing(
     netns: str, tmp_path: Path, nth: int
 ) -> None:
-    """Calls 1 and 2 are tests, 3 and 4 write; families run at once, so one of them is made."""
+    """Call 1 of a family is the test, 2 writes; families run at once, so the other is written."""
     add_foreign(netns)
     capture(netns, EVERYTHING, "nftables")
     before = exact(netns)
@@ -224,8 +228,7 @@ def test_a_restore_that_fails_gives_exit_4_and_changes_nothing(
     for tool in ("iptables-nft-restore", "ip6tables-nft-restore"):
         folder = tmp_path / tool
         folder.mkdir()
-        nth_of_family = 1 if nth < 3 else 2
-        script = f'if [ "$count" = {nth_of_family} ]; then {say}; fi; exec $real "$@"'
+        script = f'if [ "$count" = {nth} ]; then {say}; fi; exec $real "$@"'
         with tool_wrapped(folder, tool, script) as path:
             arguments = ("apply", "--netns", netns, "--backend", "iptables-nft", *words(RICH))
             code, out, err = command(*arguments, path=path)
@@ -234,7 +237,7 @@ def test_a_restore_that_fails_gives_exit_4_and_changes_nothing(
         assert "put back" in err
         assert exact(netns) == before
     capture(netns, RICH, "iptables-nft")
-    assert_in_sync(netns, RICH, "iptables-nft")
+    assert not report(netns, RICH, "iptables-nft").differences
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,6 +5,7 @@ import ipaddress
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -47,7 +48,7 @@ ANYWHERE = ipaddress.ip_address("0.0.0.0")
 ANYWHERE_V6 = ipaddress.ip_address("::")
 NOBODY = (ANYWHERE, 0)
 
-EVERYTHING: dict[str, object] = {
+EVERYTHING: dict[str, Any] = {
     "inbound_ports_include": "*",
     "inbound_ports_exclude": "15020,15021",
     "outbound_ip_ranges_include": "*",
@@ -56,7 +57,7 @@ EVERYTHING: dict[str, object] = {
 }
 
 
-def chosen(facts: Facts = FACTS, *, seed: int = 1, **raw: object) -> ProbePlan:
+def chosen(facts: Facts = FACTS, *, seed: int = 1, **raw: Any) -> ProbePlan:
     return choose(parse(raw), facts, random.Random(seed))
 
 
@@ -72,9 +73,9 @@ def why_not(found: ProbePlan) -> dict[str, str]:
     return {result.name: result.detail for result in found.skipped}
 
 
-def listener(port: int, address: str = "0.0.0.0", **fields: object) -> KernelSocket:
+def listener(port: int, address: str = "0.0.0.0", **fields: Any) -> KernelSocket:
     values = {"protocol": "tcp", "remote": NOBODY, "uid": 1337, "inode": 1, **fields}
-    return KernelSocket(local=(ipaddress.ip_address(address), port), **values)  # type: ignore[arg-type]
+    return KernelSocket(local=(ipaddress.ip_address(address), port), **values)
 
 
 def listening(*sockets: KernelSocket) -> Facts:
@@ -160,7 +161,7 @@ RAW = st.fixed_dictionaries(
 
 @given(raw=RAW, seed=st.integers(0, 1000))
 def test_the_planned_rules_do_to_every_attempt_what_it_expects(
-    raw: dict[str, object], seed: int
+    raw: dict[str, Any], seed: int
 ) -> None:
     settings = parse(raw)
     found = choose(settings, FACTS, random.Random(seed))
@@ -171,7 +172,7 @@ def test_the_planned_rules_do_to_every_attempt_what_it_expects(
 
 @given(raw=RAW, seed=st.integers(0, 1000))
 def test_no_attempt_goes_where_the_probe_would_leave_the_node_or_meet_the_pod_itself(
-    raw: dict[str, object], seed: int
+    raw: dict[str, Any], seed: int
 ) -> None:
     found = choose(parse(raw), FACTS, random.Random(seed))
     own = {address.ip for address in POD_ADDRESSES}
@@ -380,7 +381,7 @@ INBOUND = replace(OUTBOUND, way=Way.IN, owner=None, lands=15006)
 
 
 def verdict(
-    attempt: Attempt, seen: Observation, facts: Facts = FACTS, **raw: object
+    attempt: Attempt, seen: Observation, facts: Facts = FACTS, **raw: Any
 ) -> tuple[Outcome, str]:
     result = Judge(parse(raw), facts, "/run/netns/web").result(attempt, seen)
     return result.outcome, result.detail
@@ -457,7 +458,7 @@ def test_what_must_not_be_captured(
 
 
 def test_tproxy_is_told_from_the_application_by_who_listens_and_whose_socket_it_is() -> None:
-    mode: dict[str, object] = {"inbound_interception_mode": "TPROXY"}
+    mode: dict[str, Any] = {"inbound_interception_mode": "TPROXY"}
     seen = accepted("192.0.2.7", 23456)
     busy = listening(listener(23456))
     live = replace(INBOUND, live=True)

@@ -1,0 +1,246 @@
+"""A removal takes out whatever a capture can have put there, and leaves everything else as it was."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.capturing import (
+    BACKENDS,
+    EVERYTHING,
+    RICH,
+    SETTINGS,
+    STATE_DIR,
+    Raw,
+    capture,
+    command,
+    generation,
+    heard,
+    release,
+    routing_monitor,
+    state,
+    words,
+)
+from tests.support.foreign import (
+    FLAVOURS,
+    OLDER,
+    TOOLS,
+    IstioInit,
+    add_foreign,
+    counters,
+    handles,
+    istio_init_cases,
+)
+from tests.support.netns import inside
+
+pytestmark = pytest.mark.netns
+
+INTERFACES: Raw = {
+    **EVERYTHING,
+    "exclude_interfaces": "eth7,eth8",
+    "reroute_virtual_interfaces": "eth5,eth6",
+}
+WITHOUT_IPV6: Raw = {**RICH, "enable_ipv6": False, "dns_servers_v6": ""}
+SERIES = (*SETTINGS.values(), INTERFACES, WITHOUT_IPV6, RICH, WITHOUT_IPV6)
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return where the agent remembers the captures of this test."""
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def legacy_made(name: str) -> None:
+    for tool in TOOLS.values():
+        for table in ("nat", "mangle", "raw"):
+            inside(name, f"{tool}-legacy", "-t", table, "-S")
+
+
+def everything(name: str) -> dict[str, object]:
+    return {"state": state(name), "counters": counters(name), "handles": handles(name)}
+
+
+# --- what others have stays ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("raw", [RICH, INTERFACES], ids=["rich", "interfaces"])
+def test_every_foreign_rule_stays_byte_for_byte(netns: str, backend: str, raw: Raw) -> None:
+    add_foreign(netns)
+    before = everything(netns)
+    capture(netns, raw, backend)
+    assert state(netns) != before["state"]
+    assert release(netns).changed
+    assert everything(netns) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_captures_one_after_another_leave_nothing(netns: str, backend: str) -> None:
+    add_foreign(netns)
+    before = everything(netns)
+    for raw in SERIES:
+        capture(netns, raw, backend)
+    release(netns)
+    assert everything(netns) == before
+
+
+def test_captures_by_changing_backends_leave_nothing(netns: str) -> None:
+    add_foreign(netns)
+    before = everything(netns)
+    for index, raw in enumerate(SERIES):
+        capture(netns, raw, BACKENDS[index % len(BACKENDS)])
+    release(netns)
+    assert everything(netns) == before
+
+
+Forget = Callable[[Path, pytest.MonkeyPatch], None]
+
+
+def deleted(memory: Path, _patch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(memory)
+
+
+def elsewhere(memory: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv(STATE_DIR, str(memory / "elsewhere"))
+
+
+def damaged(memory: Path, _patch: pytest.MonkeyPatch) -> None:
+    for path in memory.glob("netns-*.json"):
+        path.write_text('{"version": 1, "before":')
+
+
+@pytest.mark.parametrize("forget", [deleted, elsewhere, damaged])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_record_everything_is_known_by_its_shape(
+    netns: str, backend: str, forget: Forget, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built-in chains of nf_tables that were there and empty cannot be told, so none are here."""
+    add_foreign(netns)
+    before = everything(netns)
+    for raw in (INTERFACES, SETTINGS["other-mark-and-table"], RICH):
+        capture(netns, raw, backend)
+        forget(memory, monkeypatch)
+    release(netns)
+    assert everything(netns) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", [*SETTINGS, "interfaces"])
+def test_each_capture_is_known_by_its_shape_alone(
+    netns: str, backend: str, name: str, memory: Path
+) -> None:
+    legacy_made(netns)
+    before = state(netns)
+    capture(netns, {**SETTINGS, "interfaces": INTERFACES}[name], backend)
+    shutil.rmtree(memory)
+    release(netns)
+    assert state(netns) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_chains_of_others_stay(netns: str, backend: str) -> None:
+    """Somebody listed a table with iptables-nft, which makes its chains, or set a policy."""
+    legacy_made(netns)
+    for tool in TOOLS.values():
+        inside(netns, f"{tool}-nft", "-t", "nat", "-A", "OUTPUT", "-j", "ACCEPT")
+        inside(netns, f"{tool}-nft", "-t", "nat", "-D", "OUTPUT", "-j", "ACCEPT")
+        inside(netns, f"{tool}-nft", "-P", "FORWARD", "DROP")
+        inside(netns, f"{tool}-nft", "-t", "nat", "-N", "THEIRS")
+    before = state(netns)
+    for raw in (RICH, EVERYTHING):
+        capture(netns, raw, backend)
+    release(netns)
+    assert state(netns) == before
+
+
+def test_an_address_that_was_there_before_stays(netns: str) -> None:
+    inside(netns, "ip", "-6", "addr", "add", "::6/128", "dev", "lo", "nodad")
+    before = state(netns)
+    capture(netns, RICH, "nftables")
+    capture(netns, EVERYTHING, "nftables")
+    release(netns)
+    assert state(netns) == before
+
+
+# --- what cannot be undone, and what is not done --------------------------------------------------
+
+
+def test_the_legacy_tables_that_a_capture_needed_stay_for_good(netns: str) -> None:
+    """The kernel has no way to drop one (kernel fact 11); they are empty and let all pass."""
+    before = state(netns)
+    capture(netns, RICH, "iptables-legacy")
+    release(netns)
+    after = state(netns)
+    for key in ("legacy4", "legacy6"):
+        assert before.pop(key) == ""
+        lines = after.pop(key).splitlines()
+        assert sorted(line for line in lines if line[0] == "*") == ["*mangle", "*nat", "*raw"]
+        assert all(line[0] == "*" or line.endswith((" ACCEPT", "COMMIT")) for line in lines)
+    assert after == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_removing_again_writes_nothing(netns: str, backend: str) -> None:
+    capture(netns, RICH, backend)
+    assert release(netns).changed
+    before = (generation(netns), state(netns))
+    with routing_monitor(netns) as monitor:
+        assert not release(netns).changed
+        assert heard(monitor) == 0
+    assert (generation(netns), state(netns)) == before
+
+
+def test_removing_from_a_namespace_that_never_was_captured_writes_nothing(netns: str) -> None:
+    add_foreign(netns)
+    before = (generation(netns), everything(netns))
+    assert not release(netns).changed
+    code, out, _ = command("remove", "--netns", netns, "--output", "json")
+    assert code == 0
+    assert json.loads(out)["changed"] is False
+    assert (generation(netns), everything(netns)) == before
+
+
+# --- what istio-init left ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("case", (*istio_init_cases(), OLDER), ids=lambda case: case.name)
+def test_what_istio_init_made_is_taken_out(netns: str, case: IstioInit, flavour: str) -> None:
+    legacy_made(netns)
+    if flavour == "nft":
+        add_foreign(netns)
+    before = everything(netns) if flavour == "nft" else state(netns)
+    case.load(netns, flavour)
+    release(netns)
+    assert (everything(netns) if flavour == "nft" else state(netns)) == before
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_copies_that_istio_init_piled_up_are_taken_out(netns: str, flavour: str) -> None:
+    legacy_made(netns)
+    before = state(netns)
+    OLDER.load(netns, flavour)
+    OLDER.load(netns, flavour)
+    for version in (4, 6):
+        for _ in range(3):
+            line = f"ip -{version} rule add fwmark 1337 lookup 133"
+            inside(netns, *line.split())
+        everything_ = {4: "0.0.0.0/0", 6: "::/0"}[version]
+        line = f"ip -{version} route add local {everything_} dev lo table 133"
+        inside(netns, *line.split())
+    release(netns)
+    assert state(netns) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_command_line_says_what_it_did(netns: str, backend: str) -> None:
+    code, _, err = command("apply", "--netns", netns, "--backend", backend, *words(RICH))
+    assert code == 0, err
+    code, out, err = command("remove", "--netns", netns, "--output", "json")
+    assert code == 0, err
+    done = json.loads(out)
+    assert (done["changed"], done["backend"]) == (True, backend)
+    assert done["rules"] > 0
