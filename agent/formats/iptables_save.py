@@ -31,7 +31,7 @@ BASIC_OPTIONS = frozenset({"-s", "-d", "-i", "-o", "-p", "-f"})
 COUNTERS = re.compile(r"\[\d+:\d+\]")
 INCOMPATIBLE = re.compile(r"^# Table `(\S+)' is incompatible")
 
-# Options whose value the tools print by xtables_save_string, which quotes anything but these letters.
+# Options whose value the tools print by xtables_save_string, which quotes all but SAFE_TEXT.
 FREE_TEXT = frozenset(
     {"--comment", "--log-prefix", "--nflog-prefix", "--helper", "--name", "--ulog-prefix"}
 )
@@ -208,7 +208,7 @@ def _words(line: str) -> Iterator[str]:
 def quote(word: str, option: str = "") -> str:
     """Quote a word where iptables-save does."""
     safe = SAFE_TEXT if option in FREE_TEXT else SAFE_WORD
-    if safe.fullmatch(word) and not (word.startswith("-") and option in FREE_TEXT):
+    if safe.fullmatch(word):
         return word
     escaped = re.sub(r"([\"'\\])", r"\\\1", word)
     return f'"{escaped}"'
