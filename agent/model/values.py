@@ -8,7 +8,7 @@ and takes `8000:9000` reversed without a word.
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,26 +108,48 @@ class BadValue(Exception):
     """One mistake in one value; the message says what is allowed."""
 
 
+SHOWN = 60
+
+
+def shown(value: object) -> str:
+    """Return a value as a sentence can quote it: on one line, and not too long."""
+    if isinstance(value, int) and abs(value) >= 10**SHOWN:
+        return f"a number of more than {SHOWN} digits"  # Python refuses to print very long ones
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
 def split(value: object) -> list[str]:
-    """Split a comma list, or take a real one; empty items are dropped, as Istio does."""
+    """Split a comma list, or take a real one; empty items are dropped, as Istio does.
+
+    Raises: BadValue for anything else than text, whole numbers and lists of them.
+    """
     if isinstance(value, str):
         return [item for item in value.split(",") if item]
-    if isinstance(value, Sequence):
-        return [str(item) for item in value if str(item)]
-    return [str(value)]
+    if isinstance(value, (list, tuple)):
+        return [text for item in value if (text := _text(item))]
+    return [_text(value)]
 
 
-def _number(text: object, low: int, high: int, what: str) -> int:
-    if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise BadValue(f"{text!r} is not {what} from {low} to {high}")
-    digits = str(text)
+def _text(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise BadValue(f"{shown(value)} is neither text nor a whole number")
+    if isinstance(value, int) and abs(value) >= 10**SHOWN:
+        raise BadValue(f"{shown(value)} is out of any range")
+    return str(value)
+
+
+def _number(value: object, low: int, high: int, what: str) -> int:
+    digits = _text(value)
     # str.isdigit accepts other scripts and superscripts; int() accepts blanks and underscores.
     if not re.fullmatch(r"[0-9]+", digits):
-        raise BadValue(f"{digits!r} is not {what}: write a decimal number from {low} to {high}")
+        raise BadValue(
+            f"{shown(digits)} is not {what}: write a decimal number from {low} to {high}"
+        )
     if len(digits) > 1 and digits[0] == "0":
-        raise BadValue(f"{digits!r} has a leading zero; write {int(digits)}")
-    if len(digits) > 10 or not low <= int(digits) <= high:
-        raise BadValue(f"{digits} is out of range: {what} is from {low} to {high}")
+        raise BadValue(f"{shown(digits)} has a leading zero; {what} is from {low} to {high}")
+    if len(digits) > len(str(high)) or not low <= int(digits) <= high:
+        raise BadValue(f"{shown(digits)} is out of range: {what} is from {low} to {high}")
     return int(digits)
 
 
@@ -136,16 +158,18 @@ def port(value: object) -> int:
 
 
 def _span(item: str, separators: str, low: int, high: int, what: str) -> Span:
-    parts = re.split(f"[{re.escape(separators)}]", item)
-    if len(parts) == 1:
+    if not re.search(f"[{re.escape(separators)}]", item):
         number = _number(item, low, high, what)
         return Span(number, number)
-    if len(parts) != 2:
-        raise BadValue(f"{item!r} is not {what} range: write it as FIRST-LAST")
+    found = re.fullmatch(f"([0-9]+)[{re.escape(separators)}]([0-9]+)", item)
+    if found is None:
+        raise BadValue(f"{shown(item)} is no range: write FIRST-LAST, from {low} to {high}")
     # Zero is a legal lower bound of a range: 0-65535 is how people write "all of them".
-    first, last = (_number(part, 0, high, what) for part in parts)
+    first, last = (
+        _number(part, 0, high, f"{what} (here in {shown(item)})") for part in found.groups()
+    )
     if first > last:
-        raise BadValue(f"{item!r} is reversed; write {last}-{first}")
+        raise BadValue(f"{shown(item)} is reversed; write {last}-{first}")
     return Span(first, last)
 
 
@@ -188,7 +212,7 @@ def id_item(kind: str, lookup: Callable[[str], int | None]) -> Callable[[str], S
         number = lookup(item) if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*\$?", item) else None
         if number is None:
             raise BadValue(
-                f"{item!r} is neither a {kind} id from 0 to {MAX_ID} nor a {kind} known here"
+                f"{shown(item)} is neither a {kind} id from 0 to {MAX_ID} nor a {kind} known here"
             )
         return Span(number, number)
 
@@ -199,7 +223,7 @@ def _network(text: str) -> Network:
     if text == "*":
         raise BadValue("'*' cannot be mixed with networks or stand in this list")
     if text != text.strip():
-        raise BadValue(f"{text!r} has blanks around it; write {text.strip()!r}")
+        raise BadValue(f"{shown(text)} has blanks around it; write {shown(text.strip())}")
     try:
         return ipaddress.ip_network(text, strict=True)
     except ValueError:
@@ -208,11 +232,11 @@ def _network(text: str) -> Network:
         meant = ipaddress.ip_interface(text)
     except ValueError:
         raise BadValue(
-            f"{text!r} is not a network; write ADDRESS/PREFIX, such as 10.0.0.0/8 or fd00::/8"
+            f"{shown(text)} is not a network; write ADDRESS/PREFIX, such as 10.0.0.0/8 or fd00::/8"
         ) from None
     raise BadValue(
-        f"{text!r} has bits set behind its prefix; write {network_text(meant.network)} for the "
-        f"network or {address_text(meant.ip)} for the one address"
+        f"{shown(text)} has bits set behind its prefix; write {network_text(meant.network)} for "
+        f"the network or {address_text(meant.ip)} for the one address"
     )
 
 
@@ -241,14 +265,14 @@ def network_selection(value: object) -> Networks:
 
 
 def loopback_network(value: object) -> Network:
-    text = str(value)
+    text = _text(value)
     allowed = "write an IPv4 loopback network with a prefix from 8 to 32, such as 127.0.0.1/32"
     try:
         found = ipaddress.IPv4Interface(text)
     except ValueError:
-        raise BadValue(f"{text!r} is not an IPv4 network; {allowed}") from None
+        raise BadValue(f"{shown(text)} is not an IPv4 network; {allowed}") from None
     if not found.ip.is_loopback or not 8 <= found.network.prefixlen <= 32 or "/" not in text:
-        raise BadValue(f"{text!r} is not inside 127.0.0.0/8; {allowed}")
+        raise BadValue(f"{shown(text)} is not inside 127.0.0.0/8; {allowed}")
     return found.network
 
 
@@ -260,12 +284,14 @@ def addresses(version: int) -> Callable[[object], tuple[Address, ...]]:
             try:
                 address = ipaddress.ip_address(item)
             except ValueError:
-                bad.append(f"{item!r} is not an IPv{version} address")
+                bad.append(f"{shown(item)} is not an IPv{version} address")
                 continue
             if address.version != version:
-                bad.append(f"{item!r} is an IPv{address.version} address in the IPv{version} list")
+                bad.append(
+                    f"{shown(item)} is an IPv{address.version} address in the IPv{version} list"
+                )
             elif address.version == 6 and "%" in item:
-                bad.append(f"{item!r} names an interface; give the address alone")
+                bad.append(f"{shown(item)} names an interface; give the address alone")
             else:
                 good.append(address)
         if bad:
@@ -277,8 +303,8 @@ def addresses(version: int) -> Callable[[object], tuple[Address, ...]]:
 
 def interfaces(value: object) -> tuple[str, ...]:
     bad = [
-        f"{item!r} is not an interface name: 1 to {MAX_INTERFACE_NAME} characters, a letter first, "
-        "then letters, digits, '_', '.' or '-'"
+        f"{shown(item)} is not an interface name: 1 to {MAX_INTERFACE_NAME} characters, a letter "
+        "first, then letters, digits, '_', '.' or '-'"
         for item in split(value)
         if len(item) > MAX_INTERFACE_NAME or not INTERFACE_NAME.fullmatch(item)
     ]
@@ -294,11 +320,12 @@ FALSE_WORDS = frozenset({"0", "f", "F", "FALSE", "false", "False"})
 def boolean(value: object) -> bool:
     if isinstance(value, bool):
         return value
-    if str(value) in TRUE_WORDS:
+    text = _text(value)
+    if text in TRUE_WORDS:
         return True
-    if str(value) in FALSE_WORDS:
+    if text in FALSE_WORDS:
         return False
-    raise BadValue(f"{str(value)!r} is neither true nor false")
+    raise BadValue(f"{shown(value)} is neither true nor false")
 
 
 def interception_mode(value: object) -> str:
@@ -310,7 +337,7 @@ def interception_mode(value: object) -> str:
         raise BadValue(
             "'NONE' means no capture at all: use the command remove (REDIRECT or TPROXY here)"
         )
-    raise BadValue(f"{value!r} is not a mode; write REDIRECT or TPROXY in capitals")
+    raise BadValue(f"{shown(value)} is not a mode; write REDIRECT or TPROXY in capitals")
 
 
 def packet_mark(value: object) -> int:
