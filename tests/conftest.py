@@ -18,7 +18,11 @@ KERNEL_FOLDERS = frozenset({"netns", "containerd", "e2e"})
 # What would change the language, the width or the colour of what is printed, and (by prefix) the
 # settings that the agent takes from the environment.
 INERT = {"LC_ALL": "C", "TZ": "UTC", "TERM": "dumb"}
-DROPPED = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "LANGUAGE")
+DROPPED = (
+    *("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "LANGUAGE"),
+    *("KUBE_VIRT_INTERFACES", "REDIRECT_DNS", "CAPTURE_ALL_DNS", "DROP_INVALID", "INVALID_DROP"),
+    "DUAL_STACK",
+)
 DROPPED_PREFIXES = ("INTERCEPT_", "ISTIO_", "INBOUND_", "OUTBOUND_", "PROXY_", "ENVOY_")
 
 # How long a namespace may take to go away: one of a run that is about to end, for example.
@@ -41,14 +45,18 @@ def netns() -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def inert_environment() -> Iterator[None]:
-    """Take from the tests whatever the caller's shell says about language, colour and settings."""
+def inert_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Take from the tests whatever the caller's shell says about language, colour and settings.
+
+    Records of captures go to a folder of this run, not to that of an agent of this machine.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in tuple(os.environ):
             if name in DROPPED or name.startswith((*DROPPED_PREFIXES, "LC_")):
                 patch.delenv(name)
         for name, value in INERT.items():
             patch.setenv(name, value)
+        patch.setenv("INTERCEPT_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         yield
 
 

@@ -3,6 +3,7 @@
 import grp
 import ipaddress
 import pwd
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from agent.kernel import resolvconf, routing
 from agent.kernel.netns import Netns
 from agent.model.errors import EnvironmentLacks, InvalidSettings
 from agent.model.settings import Settings, parse
-from agent.model.values import FALSE_WORDS, TRUE_WORDS
+from agent.model.values import TRUE_WORDS
 
 AUTO = "auto"
 
@@ -53,7 +54,9 @@ def settings_for(raw: Mapping[str, object], target: Target | None) -> Settings:
         values["proxy_uid"] = _proxy_user(str(values.pop("envoy_user", "") or "istio-proxy"), names)
     values.pop("envoy_user", None)
     if not values.get("proxy_gid"):
-        values["proxy_gid"] = values["proxy_uid"]
+        uid = str(values["proxy_uid"])
+        # The same text, as with Istio; a user that nobody knows is one mistake and not two.
+        values["proxy_gid"] = uid if re.fullmatch(r"[0-9,-]+", uid) else ""
     ipv6 = _ipv6(values, target)
     _dns_servers(values, target)
     settings = parse(values, names)
@@ -104,6 +107,4 @@ def _dns_servers(values: dict[str, object], target: Target | None) -> None:
 
 def _says(values: Mapping[str, object], key: str) -> bool:
     value = values.get(key, False)
-    if value in FALSE_WORDS or value is False:
-        return False
-    return value is True or value in TRUE_WORDS
+    return value is True or (isinstance(value, str) and value in TRUE_WORDS)

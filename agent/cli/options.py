@@ -238,13 +238,13 @@ def given_settings(
                 given[setting.key] = environment[name]
     if arguments.pod_manifest:
         given |= documents.pod_settings(arguments.pod_manifest)
-    if arguments.settings:
+    if arguments.settings is not None:
         given |= _known_keys(documents.load_mapping(arguments.settings), arguments.settings)
     for setting in SETTINGS:
         value = getattr(arguments, setting.key)
         if value is not None:
             given[setting.key] = value
-    said = bool(given) or bool(arguments.settings)
+    said = bool(given) or arguments.settings is not None
     if "ENVOY_USER" in environment:
         given["envoy_user"] = environment["ENVOY_USER"]
     return given if said else None

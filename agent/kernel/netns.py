@@ -59,7 +59,7 @@ class Netns:
         """
         text = os.fspath(path)
         try:
-            fd = os.open(text, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(text, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise NamespaceRefused(
                 f"cannot open the network namespace {text}: {error.strerror}; "
@@ -200,8 +200,16 @@ def _node_processes() -> list[tuple[int, str]]:
 
 
 def _physical_device() -> str | None:
+    """Return a hardware interface of the calling thread's namespace.
+
+    /sys shows the namespace of whoever mounted it (`unshare --net` alone does not mount it anew), so
+    only interfaces that this namespace has too, under the same number, count.
+    """
+    ours = {name: index for index, name in socket.if_nameindex()}
     for link in sorted(Path("/sys/class/net").glob("*/device")):
-        return link.parent.name
+        with contextlib.suppress(OSError, ValueError):
+            if ours.get(link.parent.name) == int((link.parent / "ifindex").read_text()):
+                return link.parent.name
     return None
 
 

@@ -147,6 +147,12 @@ def _interface_returns(table: str, chain: Chain, owned: set[int]) -> set[int]:
         below = index + 1
         if index in bare and (below in owned or below in found):
             found.add(index)
+    # Where interfaces are rerouted the redirects stand on top, and nothing of ours need be below.
+    for index in range(1, len(chain.rules)):
+        above = chain.rules[index - 1]
+        rerouted = _named(above) and above.option(BASIC, "-i") is not None
+        if index in bare and (rerouted or index - 1 in found):
+            found.add(index)
     return found
 
 

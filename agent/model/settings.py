@@ -181,9 +181,8 @@ def parse(raw: Mapping[str, object], names: Names | None = None) -> Settings:
     problems: list[str] = []
     for key, value in raw.items():
         if key not in parsers:
-            problems.append(
-                f"{key if key.isidentifier() else values.shown(key)}: no such setting; known are {', '.join(KEYS)}"
-            )
+            name = key if key.isidentifier() else values.shown(key)
+            problems.append(f"{name}: no such setting; known are {', '.join(KEYS)}")
             continue
         try:
             parsed[key] = parsers[key]("" if value is None else value)

@@ -15,6 +15,8 @@ from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, Namespace
 PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6)
 ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
 
+NOTHING_KNOWN = CapturePlan({})
+
 Shell = tuple[Family, str, str]
 """A built-in chain of iptables-nft: family, table, chain."""
 
@@ -108,7 +110,7 @@ def _others(
         left: dict[Family, Ruleset] = {}
         for family, ruleset in have.of(name).items():
             rest = ruleset
-            for plan in plans:
+            for plan in (NOTHING_KNOWN, *plans):
                 rest = owned.foreign(rest, plan.rulesets.get(family))
             if name == IPTABLES_NFT:
                 rest = _without_shells(rest, known.shells)

@@ -69,7 +69,7 @@ def counted(name: str, backend: str) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_applying_again_writes_nothing(netns: str, backend: str) -> None:
-    """Told by the kernel and not by us; legacy has no generation, but a write there takes a lock."""
+    """Told by the kernel, not by us; legacy has no generation, but a write there takes a lock."""
     capture(netns, RICH, backend)
     traffic(netns)
     before = (generation(netns), handles(netns), counted(netns, backend), state(netns))
@@ -192,7 +192,7 @@ def normal(name: str) -> dict[str, list[str]]:
     }
 
 
-@pytest.mark.parametrize("backend", ("iptables-nft", "iptables-legacy"))
+@pytest.mark.parametrize("backend", ["iptables-nft", "iptables-legacy"])
 def test_a_foreign_rule_ahead_is_named(netns: str, backend: str) -> None:
     capture(netns, EVERYTHING, backend)
     tool = backend.replace("iptables", "ip6tables")

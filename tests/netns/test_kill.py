@@ -1,6 +1,6 @@
 """A run that is killed at any moment leaves the namespace as before, captured, or closed.
 
-    INTERCEPT_KILLS   how many runs are killed in total (40); set it to some hundreds for a long run
+INTERCEPT_KILLS   how many runs are killed in total (40); set it to some hundreds for a long run
 """
 
 import os

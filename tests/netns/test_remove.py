@@ -1,4 +1,4 @@
-"""A removal takes out whatever a capture can have put there, and leaves everything else as it was."""
+"""A removal takes out whatever a capture can have put there, and leaves all else as it was."""
 
 import json
 import shutil
@@ -156,6 +156,26 @@ def test_empty_chains_of_others_stay(netns: str, backend: str) -> None:
     assert state(netns) == before
 
 
+@pytest.mark.parametrize("backend", ["iptables-nft", "iptables-legacy"])
+@pytest.mark.parametrize("verb", ["-A", "-I"])
+def test_an_exemption_of_an_interface_that_others_made_stays(
+    netns: str, backend: str, verb: str
+) -> None:
+    """It looks like one of ours, but it is known which interfaces the capture left alone."""
+    legacy_made(netns)
+    flavour = backend.removeprefix("iptables-")
+    for raw in (EVERYTHING, INTERFACES):
+        capture(netns, raw, backend)
+        for tool in TOOLS.values():
+            rule = ("PREROUTING", "-i", "eth9", "-j", "RETURN")
+            inside(netns, f"{tool}-{flavour}", "-t", "nat", verb, *rule)
+        release(netns)
+        for key in (f"{flavour}4", f"{flavour}6"):
+            assert "-A PREROUTING -i eth9 -j RETURN" in state(netns)[key], raw
+        for tool in TOOLS.values():
+            inside(netns, f"{tool}-{flavour}", "-t", "nat", "-F", "PREROUTING")
+
+
 def test_an_address_that_was_there_before_stays(netns: str) -> None:
     inside(netns, "ip", "-6", "addr", "add", "::6/128", "dev", "lo", "nodad")
     before = state(netns)
@@ -207,7 +227,7 @@ def test_removing_from_a_namespace_that_never_was_captured_writes_nothing(netns:
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-@pytest.mark.parametrize("case", (*istio_init_cases(), OLDER), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*istio_init_cases(), OLDER], ids=lambda case: case.name)
 def test_what_istio_init_made_is_taken_out(netns: str, case: IstioInit, flavour: str) -> None:
     legacy_made(netns)
     if flavour == "nft":

@@ -1,6 +1,6 @@
 """A capture takes the place of another: nothing escapes meanwhile, nothing of the old is left.
 
-    INTERCEPT_REPLACEMENTS   how often each backend changes settings under load (12)
+INTERCEPT_REPLACEMENTS   how often each backend changes settings under load (12)
 """
 
 import itertools

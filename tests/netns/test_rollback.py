@@ -119,9 +119,7 @@ def test_every_refusal_of_a_first_capture_is_undone(netns: str, backend: str, ho
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_refusal_of_a_change_of_backend_is_undone(
-    netns: str, backend: str, how: str
-) -> None:
+def test_every_refusal_of_a_change_of_backend_is_undone(netns: str, backend: str, how: str) -> None:
     legacy_made(netns)
     inside(netns, "ip", "rule", "add", "pref", "100", "from", "10.9.0.0/16", "lookup", "200")
     capture(netns, RICH, backend)
@@ -133,7 +131,7 @@ def test_every_refusal_of_a_change_of_backend_is_undone(
     assert_in_sync(netns, OTHER, new)
 
 
-@pytest.mark.parametrize("flavour", ("legacy", "nft"))
+@pytest.mark.parametrize("flavour", ["legacy", "nft"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_refusal_over_istio_init_is_undone(netns: str, backend: str, flavour: str) -> None:
     legacy_made(netns)
@@ -216,7 +214,7 @@ def tool_wrapped(folder: Path, tool: str, script: str) -> Iterator[str]:
     yield str(folder)
 
 
-@pytest.mark.parametrize("nth", (1, 2))
+@pytest.mark.parametrize("nth", [1, 2])
 def test_a_restore_that_fails_gives_exit_4_and_changes_nothing(
     netns: str, tmp_path: Path, nth: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Captures as tests need them: settings with a name, and the agent's use cases by namespace name."""
+"""Captures as tests need them: settings with a name, and the agent's use cases by name."""
 
 import json
 import os

@@ -2,7 +2,7 @@
 
 It is started inside a network namespace as a plain file, so it imports the standard library only.
 It opens its listeners, becomes its user, prints `ready`, and obeys one JSON command a line on stdin
-until that closes. A listener answers a connection with the name of its port and echoes what follows.
+until that closes. A listener answers a connection with its own name and echoes what follows.
 """
 
 import contextlib

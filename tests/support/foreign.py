@@ -31,7 +31,7 @@ COMMIT
 *nat
 :FOREIGN - [0:0]
 :FOREIGN-EMPTY - [0:0]
-[11:660] -A PREROUTING -d 10.96.0.1/32 -p tcp -m tcp --dport 443 -j DNAT --to-destination 10.5.0.1:6443
+[11:660] -A PREROUTING -d 10.96.0.1/32 -p tcp -m tcp --dport 4 -j DNAT --to-destination 10.5.0.1:643
 [0:0] -A OUTPUT -d 127.0.0.11/32 -j FOREIGN
 [4:240] -A FOREIGN -p udp -m udp --dport 53 -j DNAT --to-destination 127.0.0.11:40953
 [6:360] -A POSTROUTING -s 10.5.0.0/16 ! -o lo -j MASQUERADE --random-fully
@@ -51,7 +51,7 @@ COMMIT
 FOREIGN[6] = (
     FOREIGN[4]
     .replace("10.5.0.0/16", "fd00:5::/32")
-    .replace("10.5.0.1:6443", "[fd00:5::1]:6443")
+    .replace("10.5.0.1:643", "[fd00:5::1]:643")
     .replace("10.96.0.1/32", "fd00:96::1/128")
     .replace("127.0.0.11/32", "fd00:11::1/128")
     .replace("127.0.0.11:40953", "[fd00:11::1]:40953")
