@@ -202,8 +202,8 @@ def _node_processes() -> list[tuple[int, str]]:
 def _physical_device() -> str | None:
     """Return a hardware interface of the calling thread's namespace.
 
-    /sys shows the namespace of whoever mounted it (`unshare --net` alone does not mount it anew), so
-    only interfaces that this namespace has too, under the same number, count.
+    /sys shows the namespace of whoever mounted it, which `unshare --net` alone does not do anew.
+    So only interfaces that this namespace has too, under the same number, count.
     """
     ours = {name: index for index, name in socket.if_nameindex()}
     for link in sorted(Path("/sys/class/net").glob("*/device")):
