@@ -6,6 +6,7 @@ from dataclasses import asdict
 from agent.capture import record
 from agent.capture.check import Report, check
 from agent.capture.inputs import Target, settings_for
+from agent.capture.probing.probe import Outcome, ProbeResult, passed, probe
 from agent.cli import output
 from agent.cli.apply_command import add_backend_option
 from agent.cli.options import add_capture_options, given_settings
@@ -34,8 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     with opened(arguments.netns) as target:
         settings = settings_for(_applied(target) if raw is None else raw, target)
         report = check(target.netns, settings, backend=arguments.backend)
-        _print(target, report, arguments)
-    return 0 if report.in_sync else 1
+        probes = probe(target.netns, settings) if arguments.probe else ()
+        _print(target, report, probes, arguments)
+    return 0 if report.in_sync and passed(probes) else 1
 
 
 def _applied(target: Target) -> dict[str, object]:
@@ -44,15 +46,29 @@ def _applied(target: Target) -> dict[str, object]:
     return dict(found.settings if found else pod.DEFAULTS)
 
 
-def _print(target: Target, report: Report, arguments: argparse.Namespace) -> None:
+def _print(
+    target: Target,
+    report: Report,
+    probes: tuple[ProbeResult, ...],
+    arguments: argparse.Namespace,
+) -> None:
     if arguments.output == "json":
-        output.print_json(to_json(target, report))
+        document = to_json(target, report)
+        if arguments.probe:
+            document["probes"] = [asdict(result) for result in probes]
+        output.print_json(document)
         return
     output.warn(report.warnings)
     for sentence in report.foreign:
         print(output.paint(f"! {sentence}", output.YELLOW))
     for difference in report.differences:
         print(difference.line())
+    for result in probes:
+        colour = output.RED if result.outcome is Outcome.FAILED else output.GREEN
+        print(f"{output.paint(f'{result.outcome.value:<8}', colour)}{result.name}: {result.detail}")
+    failed = sum(result.outcome is Outcome.FAILED for result in probes)
+    if failed:
+        print(f"{target.name}: {output.paint(f'{failed} probes failed', output.RED)}")
     if report.in_sync:
         print(f"{target.name}: {output.paint('in sync', output.GREEN)} ({report.backend})")
     else:

@@ -68,6 +68,14 @@ class NetlinkSocket:
         """
         self._exchange(kind, flags | NLM_F_ACK, payload)
 
+    def get(self, kind: int, payload: bytes) -> bytes:
+        """Ask for one thing and return the payload of the answer.
+
+        Raises: OSError with the kernel's errno.
+        """
+        messages, _ = self._exchange(kind, NLM_F_ACK, payload)
+        return messages[0].payload
+
     def transaction(self, messages: Sequence[tuple[int, int, bytes]]) -> None:
         """Send messages (type, flags, payload) as one batch, whose first and last frame it.
 

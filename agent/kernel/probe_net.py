@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from agent.kernel import libc
 from agent.kernel.netlink import (
     NETLINK_ROUTE,
-    NLM_F_ACK,
     NetlinkSocket,
     attribute,
     attributes,
@@ -170,10 +169,10 @@ class _Router(NetlinkSocket):
         body += attribute(RTA_DST, destination.packed) + attribute(RTA_SRC, source.packed)
         body += attribute(RTA_UID, struct.pack("=I", uid))
         try:
-            (answer, *_), _ = self._exchange(RTM_GETROUTE, NLM_F_ACK, body)
+            answer = self.get(RTM_GETROUTE, body)
         except OSError:  # no route at all, or one that refuses
             return None
-        found = attributes(answer.payload, RTMSG_SIZE).get(RTA_OIF)
+        found = attributes(answer, RTMSG_SIZE).get(RTA_OIF)
         return int.from_bytes(found, sys.byteorder) if found else None
 
 

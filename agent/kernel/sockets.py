@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from agent.kernel.netlink import (
     NETLINK_NETFILTER,
-    NLM_F_ACK,
     NetlinkSocket,
     attribute,
     attributes,
@@ -173,12 +172,12 @@ class Conntrack(NetlinkSocket):
             if zone:
                 body += attribute(CTA_ZONE, struct.pack("!H", zone))
             try:
-                (answer, *_), _ = self._exchange(CT_GET, NLM_F_ACK, body)
+                answer = self.get(CT_GET, body)
             except OSError as error:
                 if error.errno != errno.ENOENT:
                     raise StateUnreadable(f"cannot ask conntrack: {error}") from error
                 continue
-            return _source_of(attributes(answer.payload, NFGENMSG_SIZE)[CTA_TUPLE_REPLY])
+            return _source_of(attributes(answer, NFGENMSG_SIZE)[CTA_TUPLE_REPLY])
         return None
 
 

@@ -151,7 +151,7 @@ def test_a_killed_run_never_leaves_a_namespace_half_open(pod: Lab, backend: str)
             if there:
                 capture(pod.pod, OTHER, there)
             before = state(pod.pod)
-        after_s = longest[kind] * chance.uniform(0.3, 1.05)
+        after_s = longest[kind] * chance.uniform(0.25, 1.0)
         alive = kill(pod.pod, RICH, backend, after_s)
         found = judge(pod, before, f"{kind} after {after_s:.3f}", (RICH, backend), bool(there))
         seen[f"{kind}: {found}" if alive else "ended before"] += 1

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from agent.capture.probe import Outcome, ProbeResult, passed, probe
-from agent.capture.probe_plan import LINK_NAME
+from agent.capture.probing.plan import LINK_NAME
+from agent.capture.probing.probe import Outcome, ProbeResult, passed, probe
 from agent.kernel.netns import Netns
 from agent.kernel.sockets import (
     Conntrack,
@@ -491,7 +491,7 @@ def test_answers_that_are_routed_by_their_source_make_it_call_the_links_own_addr
 
 PROBE = """
 import json, sys
-from agent.capture.probe import probe
+from agent.capture.probing.probe import probe
 from agent.kernel.netns import Netns
 from agent.model.settings import parse
 with Netns.open(sys.argv[1]) as opened:

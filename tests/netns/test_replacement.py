@@ -170,6 +170,34 @@ def test_no_connection_escapes_while_istio_init_is_replaced(pod: Lab, flavour: s
         assert pod.direct() == before, backend
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_counters_of_others_that_run_do_not_keep_a_capture_from_being_read(
+    pod: Lab, backend: str
+) -> None:
+    """Whole tables restored with counters: then built-in chains count in nf_tables too."""
+    chains = ":INPUT ACCEPT [5:300]\n:FORWARD DROP [0:0]\n:OUTPUT ACCEPT [7:420]\n"
+    text = f"*filter\n{chains}-A INPUT -p tcp -j ACCEPT\nCOMMIT\n"
+    for flavour in FLAVOURS:
+        inside(pod.pod, f"iptables-{flavour}-restore", "--counters", stdin=text)
+    inside(pod.pod, "nft", "add", "table", "inet", "theirs")
+    chain = "{ type filter hook input priority 5; policy accept; counter; quota over 1 mbytes; }"
+    inside(pod.pod, "nft", "add", "chain", "inet", "theirs", "in", chain)
+    try:
+        capture(pod.pod, EVERYTHING, backend)
+        pod.flood()
+        for raw in (RICH, OTHER, EVERYTHING):
+            capture(pod.pod, raw, backend)
+            for _ in range(3):
+                assert not report(pod.pod, raw, backend).differences
+                assert not capture(pod.pod, raw, backend).changed
+        assert not pod.stop().keys() & DIRECT
+    finally:
+        pod.stop()
+        inside(pod.pod, "nft", "delete", "table", "inet", "theirs")
+        inside(pod.pod, "iptables-nft", "-F")
+        inside(pod.pod, "iptables-legacy", "-F")
+
+
 # --- nothing is left -----------------------------------------------------------------------------
 
 

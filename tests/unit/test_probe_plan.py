@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.capture.probe_attempt import (
+from agent.capture.probing.attempt import (
     Attempt,
     Facts,
     Observation,
@@ -19,9 +19,9 @@ from agent.capture.probe_attempt import (
     ProbePlan,
     Way,
 )
-from agent.capture.probe_plan import MAX_RANGES, choose
-from agent.capture.probe_space import common, minus, pick, size
-from agent.capture.probe_verdict import Judge
+from agent.capture.probing.plan import MAX_RANGES, choose
+from agent.capture.probing.space import common, minus, pick, size
+from agent.capture.probing.verdict import Judge
 from agent.explain.walk import Layer, walk
 from agent.kernel.probe_net import Road, Surroundings
 from agent.kernel.sockets import KernelSocket, Owner

@@ -4,8 +4,8 @@ import errno
 import os
 from dataclasses import dataclass, replace
 
-from agent.capture.probe_attempt import Attempt, Facts, Observation, Outcome, ProbeResult, Way
-from agent.capture.probe_space import LOOPBACK
+from agent.capture.probing.attempt import Attempt, Facts, Observation, Outcome, ProbeResult, Way
+from agent.capture.probing.space import LOOPBACK
 from agent.kernel.sockets import Endpoint
 from agent.model.settings import Settings
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from agent.capture.probe_attempt import (
+from agent.capture.probing.attempt import (
     Attempt,
     Facts,
     Outcome,
@@ -18,7 +18,7 @@ from agent.capture.probe_attempt import (
     ProbeResult,
     Way,
 )
-from agent.capture.probe_space import (
+from agent.capture.probing.space import (
     ALL_ADDRESSES,
     ALL_IDS,
     ALL_PORTS,

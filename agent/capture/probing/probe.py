@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from agent.capture.probe_attempt import (
+from agent.capture.probing.attempt import (
     Attempt,
     Facts,
     Outcome,
@@ -17,9 +17,9 @@ from agent.capture.probe_attempt import (
     ProbeResult,
     Way,
 )
-from agent.capture.probe_exchange import exchange
-from agent.capture.probe_plan import choose
-from agent.capture.probe_verdict import Judge
+from agent.capture.probing.exchange import exchange
+from agent.capture.probing.plan import choose
+from agent.capture.probing.verdict import Judge
 from agent.kernel import probe_net
 from agent.kernel.netns import Netns
 from agent.kernel.probe_net import Outside

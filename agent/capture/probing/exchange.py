@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from agent.capture.probe_attempt import Attempt, Observation, ProbePlan, Way
-from agent.capture.probe_space import ANY, LOOPBACK
+from agent.capture.probing.attempt import Attempt, Observation, ProbePlan, Way
+from agent.capture.probing.space import ANY, LOOPBACK
 from agent.kernel.netns import Netns
 from agent.kernel.probe_net import HOP_LIMIT, PROBE_TOS
 from agent.kernel.sockets import (
@@ -58,10 +58,13 @@ class _Receiver:
     """A socket of the probe that waits for what lands there."""
 
     place: Endpoint
-    protocol: str
-    outside: bool
+    owner: Owner | None
     socket: socket.socket
     nonce: bytes = field(default_factory=lambda: secrets.token_hex(16).encode())
+
+    @property
+    def outside(self) -> bool:
+        return self.owner is None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +94,8 @@ def exchange(
         with contextlib.ExitStack() as stack:
             work = _Exchange(plan, settings, pod, outside, stack)
             work.start()
-            work.wait()
+            # In a thread of its own, because it changes its ids.
+            pod.run(work.wait)
             return work.observations()
     except OSError as error:
         raise EnvironmentLacks(f"the probe cannot make its connections: {error}") from error
@@ -153,7 +157,7 @@ class _Exchange:
                 self._unbound[place] = error.errno
 
     def _receive(self, attempt: Attempt, place: Endpoint, owner: Owner | None) -> None:
-        with acting_as(owner) if owner else contextlib.nullcontext():
+        with _as(owner):
             made = self._open(attempt.family, attempt.protocol)
         if owner is not None and attempt.way is Way.IN and self._settings.tproxy:
             make_transparent(made)
@@ -161,9 +165,7 @@ class _Exchange:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if attempt.protocol == "tcp":
             made.listen(socket.SOMAXCONN)
-        receiver = _Receiver(
-            place=place, protocol=attempt.protocol, outside=owner is None, socket=made
-        )
+        receiver = _Receiver(place=place, owner=owner, socket=made)
         self._receivers.append(receiver)
         handler = self._accept if attempt.protocol == "tcp" else self._reply
         self._selector.register(made, selectors.EVENT_READ, lambda: handler(receiver))
@@ -178,7 +180,8 @@ class _Exchange:
 
     def _accept(self, receiver: _Receiver) -> None:
         with contextlib.suppress(OSError):  # gone again
-            accepted, raw = receiver.socket.accept()
+            with _as(receiver.owner):  # or it would be root's, and the port no longer shareable
+                accepted, raw = receiver.socket.accept()
             self._stack.enter_context(accepted)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, SO_LINGER_AT_ONCE)
             peer, original = endpoint(raw), original_destination(accepted)
@@ -205,7 +208,7 @@ class _Exchange:
         for attempt in self._plan.attempts:
             if attempt.way not in ways:
                 continue
-            with acting_as(attempt.owner) if attempt.owner else contextlib.nullcontext():
+            with _as(attempt.owner):
                 call = self._connect(attempt)
             self._calls.append(call)
             if call.error:
@@ -350,6 +353,10 @@ def landing(plan: ProbePlan, attempt: Attempt, settings: Settings) -> Endpoint |
     if attempt.way is Way.IN and settings.tproxy:
         return ANY[attempt.family], attempt.lands
     return plan.link(attempt.family).pod, attempt.lands
+
+
+def _as(owner: Owner | None) -> contextlib.AbstractContextManager[None]:
+    return acting_as(owner) if owner else contextlib.nullcontext()
 
 
 def _bound(handler: Callable[[_Call], None], call: _Call) -> Callable[[], None]:
