@@ -94,7 +94,12 @@ class Netns:
 
         thread = threading.Thread(target=enter, name=f"netns-{self.id.ino}", daemon=True)
         thread.start()
-        thread.join(timeout_s)
+        try:
+            thread.join(timeout_s)
+        except BaseException:
+            # Interrupted: whatever the work is writing must not come after what the caller undoes.
+            thread.join(timeout_s)
+            raise
         if not outcome:
             raise TimeoutError(f"work in {self.path} did not end within {timeout_s} seconds")
         result, error = outcome[0]

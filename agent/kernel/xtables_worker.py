@@ -11,6 +11,7 @@ keeps compiled rules: building one through ctypes costs about 0.2 ms, a copy not
 """
 
 import array
+import atexit
 import contextlib
 import ctypes
 import glob
@@ -73,6 +74,9 @@ class XtablesClient:
                     f"the iptables-legacy helper died or hung ({error or type(error).__name__}); "
                     "its last job may be half done"
                 ) from error
+            except BaseException:
+                self._end()  # interrupted: its job must not come after what the caller undoes
+                raise
         if reply["status"] == "refused":
             raise KernelRejected(reply["message"], script=json.dumps(job))
         if reply["status"] == "lacks":
@@ -81,6 +85,7 @@ class XtablesClient:
     def close(self) -> None:
         with self._lock:
             self._end()
+        atexit.unregister(self.close)
 
     def _start(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
@@ -97,6 +102,7 @@ class XtablesClient:
                 )
             ours.settimeout(JOB_TIMEOUT_S)
             self._socket = ours
+            atexit.register(self.close)
         return self._socket
 
     def _end(self) -> None:
