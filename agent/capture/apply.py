@@ -53,8 +53,9 @@ def apply(
         chosen = registry.choose(backend, have)
         _refuse_unreadable(have, chosen)
         known, found = _known(netns, have)
-        want = captured(have, wanted, chosen.name, known)
-        change = transition.prepare(session, have, want)
+        change = transition.prepare(
+            session, have, lambda state: captured(state, wanted, chosen.name, known)
+        )
         if not dry_run:
             new = record.Record(dump(settings), known.before or before_of(have))
             with _recorded(netns, found, new):
@@ -78,8 +79,7 @@ def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_
     with writing(netns) as session:
         have = observe(session)
         known, _ = _known(netns, have)
-        want = uncaptured(have, known)
-        change = transition.prepare(session, have, want)
+        change = transition.prepare(session, have, lambda state: uncaptured(state, known))
         if not dry_run:
             change.run(before_step)
             record.drop(netns)

@@ -89,7 +89,8 @@ def foreign_ahead(have: NamespaceState, wanted: CapturePlan, backend: str) -> tu
 
 
 def _ahead_in_chain(backend: str, loaded: Ruleset, wanted: Ruleset | None) -> Iterator[str]:
-    for table in owned.capture_of(loaded, wanted).tables:
+    evidence = owned.Evidence((wanted,) if wanted else ())
+    for table in owned.capture_of(loaded, evidence).tables:
         for chain in table.chains:
             there = loaded.chain(table.name, chain.name)
             if there is None or chain.name not in BUILTIN_CHAINS.get(table.name, ()):

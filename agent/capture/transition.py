@@ -22,6 +22,7 @@ from agent.model.errors import AgentError, KernelRejected, RollbackFailed, Rolle
 from agent.model.plan import Route
 from agent.model.ruleset import Family
 from agent.model.state import IPTABLES_LEGACY, NamespaceState, routes_without, same
+from agent.model.undo import undone
 
 BeforeStep = Callable[[Step], None]
 
@@ -30,12 +31,23 @@ def no_hook(_step: Step) -> None:
     """Do nothing before a step; tests put their faults here."""
 
 
+Aim = Callable[[NamespaceState], NamespaceState]
+"""From any state of a namespace to what it should be; what is as it should be, it returns."""
+
+Stage = tuple[tuple[Step, ...], Aim | None]
+"""Writes, and the aim that must have been reached after them."""
+
+
 @dataclass(frozen=True)
 class Transition:
-    """The way from `have`, which was just read, to `want`. Nothing is written before `run`."""
+    """The way from `have`, which was just read, to what `aim` makes of it.
+
+    Nothing is written before `run`.
+    """
 
     session: Session
     have: NamespaceState
+    aim: Aim
     want: NamespaceState
     steps: tuple[Step, ...]
 
@@ -48,49 +60,53 @@ class Transition:
         if not self.steps:
             return
         try:
-            for stage, expected in self._stages():
+            for stage, aim in self._stages():
                 for step in stage:
                     before_step(step)
                     step.run()
-                if expected is not None:
-                    _verify(self.session, expected)
+                if aim is not None:
+                    _verify(self.session, aim)
         except BaseException as error:  # an interrupt or a bug must not leave half a change either
-            _roll_back(self.session, self.have, error)
+            _roll_back(self.session, self.have, self.want, error)
 
-    def _stages(self) -> Iterator[tuple[tuple[Step, ...], NamespaceState | None]]:
-        """Yield writes and the state after them; the guard is seen in the state that follows it."""
+    def _stages(self) -> Iterator[Stage]:
+        """Yield the stages; that the guard was put up is seen after the stage that follows."""
         if registry.GUARD not in self.have.loaded and not _needs_guard(self.steps):
-            yield self.steps, self.want
+            yield self.steps, self.aim
             return
         families = tuple({*guard.families(self.have), *guard.families(self.want)})
         if self.session.nft is None:
             yield from self._legacy_stages(families)
             return
         wall = guard.rulesets(families)
-        guarded = replace(self.want, loaded={**self.want.loaded, registry.GUARD: wall})
         backend = registry.GUARD_BACKEND
+
+        def guarded(state: NamespaceState) -> NamespaceState:
+            aimed = self.aim(state)
+            return replace(aimed, loaded={**aimed.loaded, registry.GUARD: wall})
+
         changes = tuple(step for step in self.steps if step.backend != registry.GUARD)
         yield backend.steps(self.session, self.have.of(registry.GUARD), wall), None
         yield changes, guarded
-        yield backend.steps(self.session, wall, {}), self.want
+        yield backend.steps(self.session, wall, {}), self.aim
 
-    def _legacy_stages(
-        self, families: tuple[Family, ...]
-    ) -> Iterator[tuple[tuple[Step, ...], NamespaceState | None]]:
+    def _legacy_stages(self, families: tuple[Family, ...]) -> Iterator[Stage]:
         """Without nf_tables the guard stands in the legacy filter table, among what is changed."""
-        before, after = (
-            replace(s, loaded={**s.loaded, IPTABLES_LEGACY: guard.merged(legacy, families)})
-            for s in (self.have, self.want)
-            for legacy in (s.of(IPTABLES_LEGACY),)
-        )
+
+        def walled(state: NamespaceState) -> NamespaceState:
+            legacy = guard.merged(state.of(IPTABLES_LEGACY), families)
+            return replace(state, loaded={**state.loaded, IPTABLES_LEGACY: legacy})
+
+        before, after = walled(self.have), walled(self.want)
         yield steps(self.session, self.have, before), None
-        yield steps(self.session, before, after), after
-        yield steps(self.session, after, self.want), self.want
+        yield steps(self.session, before, after), lambda state: walled(self.aim(state))
+        yield steps(self.session, after, self.want), self.aim
 
 
-def prepare(session: Session, have: NamespaceState, want: NamespaceState) -> Transition:
+def prepare(session: Session, have: NamespaceState, aim: Aim) -> Transition:
     """Return the way from what the namespace holds to what it should hold."""
-    return Transition(session, have, want, steps(session, have, want))
+    want = aim(have)
+    return Transition(session, have, aim, want, steps(session, have, want))
 
 
 def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple[Step, ...]:
@@ -130,16 +146,22 @@ def _needs_guard(todo: tuple[Step, ...]) -> bool:
     return len(writes) > 1 or any(not step.atomic for step in writes)
 
 
-def _verify(session: Session, wanted: NamespaceState) -> None:
-    """Read everything back. A tool's word that it has done a thing proves nothing."""
+def _verify(session: Session, aim: Aim) -> None:
+    """Read everything back. A tool's word that it has done a thing proves nothing.
+
+    What others do to their own rules meanwhile is none of our business, so the question is whether
+    what is there now is what should become of it.
+    """
     found = observe(session)
-    if not same(found, wanted):
+    if not same(found, aim(found)):
         raise KernelRejected(
             "what was loaded reads back differently; see `check` for the difference"
         )
 
 
-def _roll_back(session: Session, before: NamespaceState, cause: BaseException) -> NoReturn:
+def _roll_back(
+    session: Session, before: NamespaceState, want: NamespaceState, cause: BaseException
+) -> NoReturn:
     """Put everything back and raise; nothing is left of the attempt but this error.
 
     Raises: RolledBack or RollbackFailed, always.
@@ -147,12 +169,13 @@ def _roll_back(session: Session, before: NamespaceState, cause: BaseException) -
     said = "interrupted" if isinstance(cause, KeyboardInterrupt) else str(cause)
     try:
         now = observe(session)
-        for step in steps(session, now, before):
+        for step in steps(session, now, undone(now, before, want)):
             step.run()
-        _verify(session, before)
-    except (AgentError, TimeoutError) as failure:
+        _verify(session, lambda found: undone(found, before, want))
+    except (AgentError, TimeoutError, KeyboardInterrupt) as failure:
+        why = "interrupted again" if isinstance(failure, KeyboardInterrupt) else failure
         raise RollbackFailed(
-            f"{said}; undoing it failed too ({failure}); new connections may be closed by the "
+            f"{said}; undoing it failed too ({why}); new connections may be closed by the "
             "guard until `apply` or `remove` is run again"
         ) from cause
     raise RolledBack(f"{said}; everything was put back as it was before") from cause

@@ -31,6 +31,15 @@ NFT_COUNTER = re.compile(
     re.DOTALL,
 )
 
+# The counters of a base chain, which iptables-nft-restore asks for (packets come first here).
+NFT_CHAIN_COUNTERS = re.compile(
+    rb"(\x1c\x00\x08[\x00\x80]\x0c\x00\x02\x00).{8}(\x0c\x00\x01\x00).{8}", re.DOTALL
+)
+# What a quota has used up.
+NFT_QUOTA = re.compile(
+    rb"(\x0a\x00\x01\x00quota\x00\x00\x00.{4}\x0c\x00\x01\x00.{8}\x0c\x00\x04\x00).{8}", re.DOTALL
+)
+
 # linux/netfilter_ipv4/ip_tables.h; IPv6 has the same numbers one level further.
 SO_GET_INFO = 64
 SO_GET_ENTRIES = 65
@@ -103,7 +112,9 @@ class FilterEye:
             raise
         # The generic header ends in the generation number, which every transaction changes.
         whole = b"".join(m.payload[:1] + m.payload[NFGENMSG_SIZE:] for m in messages)
-        return b"|%d|" % kind + NFT_COUNTER.sub(rb"\1\2", whole)
+        for moving in (NFT_COUNTER, NFT_CHAIN_COUNTERS, NFT_QUOTA):
+            whole = moving.sub(_fixed, whole)
+        return b"|%d|" % kind + whole
 
     def _legacy_entries(self, version: int, table: str) -> bytes:
         layout = LAYOUTS[version]
@@ -138,3 +149,8 @@ class FilterEye:
             raw.close()
         for fd in self._names.values():
             os.close(fd)
+
+
+def _fixed(found: re.Match[bytes]) -> bytes:
+    """Return what was matched without the numbers that traffic moves."""
+    return b"".join(found.groups())

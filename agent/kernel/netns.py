@@ -84,6 +84,7 @@ class Netns:
         (the thread is abandoned), and whatever `work` raises, unchanged.
         """
         outcome: list[tuple[T | None, BaseException | None]] = []
+        ended = threading.Event()
 
         def enter() -> None:
             try:
@@ -91,17 +92,21 @@ class Netns:
                 outcome.append((work(), None))
             except BaseException as error:  # carried over to the caller's thread
                 outcome.append((None, error))
+            finally:
+                ended.set()
 
         thread = threading.Thread(target=enter, name=f"netns-{self.id.ino}", daemon=True)
         thread.start()
         try:
-            thread.join(timeout_s)
+            ended.wait(timeout_s)
         except BaseException:
             # Interrupted: whatever the work is writing must not come after what the caller undoes.
-            thread.join(timeout_s)
+            # An interrupted join cannot be taken up again, so it is an event that is waited for.
+            ended.wait(timeout_s)
             raise
         if not outcome:
             raise TimeoutError(f"work in {self.path} did not end within {timeout_s} seconds")
+        thread.join()
         result, error = outcome[0]
         if error is not None:
             raise error

@@ -8,7 +8,8 @@ Nothing here reads or writes; a foreign rule is never changed, moved or dropped.
 """
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from agent.model import numbers
 from agent.model.ruleset import (
@@ -19,6 +20,7 @@ from agent.model.ruleset import (
     Rule,
     Ruleset,
     Table,
+    Target,
 )
 
 CHAIN_PREFIX = "ISTIO_"
@@ -31,30 +33,56 @@ def is_capture_chain(name: str) -> bool:
     return name.startswith(CHAIN_PREFIX)
 
 
-def foreign(loaded: Ruleset, known: Ruleset | None = None) -> Ruleset:
-    """Return what is left of `loaded` without any capture.
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What tells a capture's rules in built-in chains where neither their name nor shape does.
 
-    `known` is a capture that is known to have been loaded: rules of its built-in chains that no
-    shape gives away are taken out too, each once, the topmost first.
+    `known` are captures that may be what is loaded, in one family. `interfaces` are named by a
+    capture's rules of either family. Where there is a record of what was applied (`recorded`), no
+    rule is taken for a capture's just because of where it stands.
     """
-    marks = TPROXY_MARKS | diverted_marks(loaded)
-    present = _has_capture_chain(loaded)
-    tables = []
-    for table in loaded.tables:
-        chains = []
-        for chain in table.chains:
-            if is_capture_chain(chain.name):
-                continue
-            expected = known.chain(table.name, chain.name) if known else None
-            owned = _owned(table.name, chain, marks, present, expected)
-            kept = tuple(r for i, r in enumerate(chain.rules) if i not in owned)
-            chains.append(replace(chain, rules=kept))
-        tables.append(Table(table.name, tuple(chains)))
-    return Ruleset(loaded.family, tuple(tables))
+
+    known: tuple[Ruleset, ...] = ()
+    interfaces: frozenset[str] = frozenset()
+    recorded: bool = False
+
+    def expected(self, table: str, chain: str) -> Counter[Rule]:
+        """Return how often each rule may stand in a chain: as often as any known capture has it."""
+        found: Counter[Rule] = Counter()
+        for ruleset in self.known:
+            wanted = ruleset.chain(table, chain)
+            found |= Counter(wanted.rules if wanted else ())
+        return found
 
 
-def capture_of(loaded: Ruleset, known: Ruleset | None = None) -> Ruleset:
+NO_EVIDENCE = Evidence()
+
+
+def foreign(loaded: Ruleset, evidence: Evidence = NO_EVIDENCE) -> Ruleset:
+    """Return what is left of `loaded` without any capture."""
+    return _sift(loaded, evidence, ours=False)
+
+
+def capture_of(loaded: Ruleset, evidence: Evidence = NO_EVIDENCE) -> Ruleset:
     """Return only what belongs to a capture: the counterpart of `foreign`."""
+    return _sift(loaded, evidence, ours=True)
+
+
+def interfaces_of(rulesets: Iterable[Ruleset]) -> frozenset[str]:
+    """Return the interfaces that a capture names: those it reroutes, and those it leaves alone."""
+    found: set[str] = set()
+    for ruleset in rulesets:
+        arriving, leaving = (ruleset.chain("nat", name) for name in ("PREROUTING", "OUTPUT"))
+        for rule in arriving.rules if arriving else ():
+            option = rule.option(BASIC, "-i")
+            if _named(rule) and option is not None:
+                found.update(option.values)
+        if _has_capture_chain(ruleset):
+            found |= set(_bare(arriving, "-i").values()) & set(_bare(leaving, "-o").values())
+    return frozenset(found)
+
+
+def _sift(loaded: Ruleset, evidence: Evidence, *, ours: bool) -> Ruleset:
     marks = TPROXY_MARKS | diverted_marks(loaded)
     present = _has_capture_chain(loaded)
     tables = []
@@ -62,14 +90,13 @@ def capture_of(loaded: Ruleset, known: Ruleset | None = None) -> Ruleset:
         chains = []
         for chain in table.chains:
             if is_capture_chain(chain.name):
-                chains.append(chain)
+                chains += [chain] if ours else []
                 continue
-            expected = known.chain(table.name, chain.name) if known else None
-            owned = _owned(table.name, chain, marks, present, expected)
-            if owned:
-                rules = tuple(r for i, r in enumerate(chain.rules) if i in owned)
+            owned = _owned(table.name, chain, marks, present, evidence)
+            rules = tuple(r for i, r in enumerate(chain.rules) if (i in owned) is ours)
+            if rules or not ours:
                 chains.append(replace(chain, rules=rules))
-        if chains:
+        if chains or not ours:
             tables.append(Table(table.name, tuple(chains)))
     return Ruleset(loaded.family, tuple(tables))
 
@@ -108,16 +135,16 @@ def diverted_marks(loaded: Ruleset) -> frozenset[int]:
 
 
 def _owned(
-    table: str, chain: Chain, marks: frozenset[int], present: bool, expected: Chain | None
+    table: str, chain: Chain, marks: frozenset[int], present: bool, evidence: Evidence
 ) -> frozenset[int]:
     """Return the indexes of the rules in a chain that belong to a capture."""
     owned = {i for i, rule in enumerate(chain.rules) if _named(rule)}
     if chain.name not in BUILTIN_CHAINS.get(table, ()):
         return frozenset(owned)
     owned |= {i for i, rule in enumerate(chain.rules) if _shaped(table, rule, marks, present)}
-    if present:
-        owned |= _interface_returns(table, chain, owned)
-    wanted = Counter(expected.rules if expected else ())
+    if present and not evidence.recorded:
+        owned |= _interface_returns(table, chain, owned, evidence.interfaces)
+    wanted = evidence.expected(table, chain.name)
     wanted -= Counter(chain.rules[i] for i in owned)
     for index, rule in enumerate(chain.rules):
         if index not in owned and wanted[rule] > 0:
@@ -130,37 +157,38 @@ def _named(rule: Rule) -> bool:
     return rule.target is not None and is_capture_chain(rule.target.name)
 
 
-def _interface_returns(table: str, chain: Chain, owned: set[int]) -> set[int]:
-    """Return the bare `-i X -j RETURN` (`-o X` in OUTPUT) that stand directly above owned rules.
+def _interface_returns(
+    table: str, chain: Chain, owned: set[int], interfaces: frozenset[str]
+) -> set[int]:
+    """Return the bare `-i X -j RETURN` (`-o X` in OUTPUT) that a capture has made.
 
-    Istio writes them first, or inserts them at the top. In nat PREROUTING, where they may be all
-    that a capture left, a chain of nothing else counts too.
+    Those of interfaces that it names elsewhere, those that stand directly above rules of its own,
+    where Istio writes them, and all where nat PREROUTING holds nothing else.
     """
     if table not in ("nat", "mangle") or chain.name not in ("PREROUTING", "OUTPUT"):
         return set()
     option = "-i" if chain.name == "PREROUTING" else "-o"
-    bare = {i for i, rule in enumerate(chain.rules) if _only_interface(rule, option)}
+    bare = _bare(chain, option)
     if chain.rules and len(bare) == len(chain.rules) and (table, option) == ("nat", "-i"):
-        return bare
-    found: set[int] = set()
+        return set(bare)
+    found = {index for index, name in bare.items() if name in interfaces}
     for index in reversed(range(len(chain.rules))):
         below = index + 1
         if index in bare and (below in owned or below in found):
             found.add(index)
-    # Where interfaces are rerouted the redirects stand on top, and nothing of ours need be below.
-    for index in range(1, len(chain.rules)):
-        above = chain.rules[index - 1]
-        rerouted = _named(above) and above.option(BASIC, "-i") is not None
-        if index in bare and (rerouted or index - 1 in found):
-            found.add(index)
     return found
 
 
-def _only_interface(rule: Rule, option: str) -> bool:
-    if rule.target is None or rule.target.name != "RETURN" or len(rule.matches) != 1:
-        return False
-    options = rule.matches[0].options
-    return len(options) == 1 and options[0].name == option and not options[0].negated
+def _bare(chain: Chain | None, option: str) -> dict[int, str]:
+    """Return the interface of each rule that does nothing but RETURN for one, by its index."""
+    found = {}
+    for index, rule in enumerate(chain.rules if chain else ()):
+        if rule.target != Target("RETURN") or len(rule.matches) != 1:
+            continue
+        options = rule.matches[0].options
+        if len(options) == 1 and options[0].name == option and not options[0].negated:
+            found[index] = options[0].values[0]
+    return found
 
 
 def _shaped(table: str, rule: Rule, marks: frozenset[int], present: bool) -> bool:

@@ -15,8 +15,6 @@ from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, Namespace
 PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6)
 ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
 
-NOTHING_KNOWN = CapturePlan({})
-
 Shell = tuple[Family, str, str]
 """A built-in chain of iptables-nft: family, table, chain."""
 
@@ -73,8 +71,10 @@ def before_of(have: NamespaceState) -> Before:
     A built-in chain counts if anything foreign is in its table, or nothing of a capture is.
     """
     shells: set[Shell] = set()
-    for family, ruleset in have.of(IPTABLES_NFT).items():
-        rest = owned.foreign(ruleset)
+    loaded = have.of(IPTABLES_NFT)
+    evidence = owned.Evidence(interfaces=owned.interfaces_of(loaded.values()))
+    for family, ruleset in loaded.items():
+        rest = owned.foreign(ruleset, evidence)
         for table in ruleset.tables:
             left = rest.table(table.name)
             if (
@@ -108,10 +108,11 @@ def _others(
     known = before or before_of(have)
     for name in (IPTABLES_NFT, IPTABLES_LEGACY):
         left: dict[Family, Ruleset] = {}
+        interfaces = owned.interfaces_of(have.of(name).values())
         for family, ruleset in have.of(name).items():
-            rest = ruleset
-            for plan in (NOTHING_KNOWN, *plans):
-                rest = owned.foreign(rest, plan.rulesets.get(family))
+            plans_here = tuple(p.rulesets[family] for p in plans if family in p.rulesets)
+            evidence = owned.Evidence(plans_here, interfaces, recorded=before is not None)
+            rest = owned.foreign(ruleset, evidence)
             if name == IPTABLES_NFT:
                 rest = _without_shells(rest, known.shells)
             if rest.tables:
