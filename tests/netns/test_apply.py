@@ -61,7 +61,9 @@ def counted(name: str, backend: str) -> str:
     if backend == "nftables":
         return inside(name, "nft", "list", "table", "inet", "intercept-agent")
     flavour = backend.removeprefix("iptables-")
-    return "".join(inside(name, f"{tool}-{flavour}-save", "-c") for tool in TOOLS.values())
+    texts = (inside(name, f"{tool}-{flavour}-save", "-c") for tool in TOOLS.values())
+    # The comment lines hold the time of day.
+    return "".join(line for t in texts for line in t.splitlines(True) if not line.startswith("#"))
 
 
 # --- applying again ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from tests.support.capturing import BACKENDS, capture, settings, state
 from tests.support.netns import inside, path_of, run
 
 ROOT = Path(__file__).parents[2]
-HEALTHY_S, BROKEN_S = 2.0, 5.0
 PROXY = Owner(1337, 1337)
 POD_UP = (
     "ip link add eth0 type veth peer name x0",
@@ -104,11 +103,10 @@ def sockets(name: str) -> list[tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def nothing_left(name: str, within_s: float) -> Iterator[None]:
-    """Check that the block changes nothing in the namespace and does not take longer."""
-    before, held, started = state(name), sockets(name), time.monotonic()
+def nothing_left(name: str) -> Iterator[None]:
+    """Check that the block changes nothing in the namespace."""
+    before, held = state(name), sockets(name)
     yield
-    assert time.monotonic() - started < within_s
     assert state(name) == before
     deadline = time.monotonic() + 5  # the kernel itself keeps a half-open connection for a second
     while sockets(name) != held and time.monotonic() < deadline:
@@ -125,12 +123,9 @@ def test_a_healthy_capture_passes_every_probe(pod: str, backend: str, mode: str)
     raw = MODES[mode]
     capture(pod, raw, backend)
     probed(pod, raw)  # what is loaded once is not counted
-    with nothing_left(pod, HEALTHY_S + 1):
-        started = time.monotonic()
+    with nothing_left(pod):
         results = probed(pod, raw)
-        took = time.monotonic() - started
     assert {r.outcome for r in results} == {Outcome.OK}, results
-    assert took < HEALTHY_S
     names = {r.name for r in results}
     for family in Family:
         assert names >= {f"inbound {family}", f"exempt {family} proxy uid", f"exempt {family} dns"}
@@ -276,7 +271,7 @@ def test_a_live_proxy_is_proved_and_what_it_passes_on_stays_here(
     hook = "{ type filter hook postrouting priority 300; }"
     inside(pod, "nft", f"add chain inet it-watch out {hook}")
     inside(pod, "nft", 'add rule inet it-watch out oifname "eth0" meta l4proto {tcp,udp} counter')
-    with fake_proxy(pod, transparent=mode == "tproxy") as proxy, nothing_left(pod, HEALTHY_S + 1):
+    with fake_proxy(pod, transparent=mode == "tproxy") as proxy, nothing_left(pod):
         results = probed(pod, raw)
     assert {r.outcome for r in results} == {Outcome.OK}, results
     assert proxy.passed_on == ["arrived", "arrived"]
@@ -318,7 +313,7 @@ def test_a_proxy_that_starts_during_a_probe_is_not_turned_away(pod: str) -> None
     inside(pod, "iptables-nft", "-I", "INPUT", "-p", "tcp", "-j", "DROP")  # it takes its time
     with in_another_process(pod, REDIRECT) as process:
         wait_for_link(pod)
-        time.sleep(0.3)
+        wait_until(lambda: ":15053" in inside(pod, "ss", "-Hlntu"))  # the last receiver is there
         with fake_proxy(pod):
             assert process.poll() is None
 
@@ -435,12 +430,9 @@ def test_what_is_broken_is_noticed_and_nothing_else(pod: str, case: str) -> None
         capture(pod, raw, backend)
     for line in commands:
         inside(pod, *line.split())
-    with nothing_left(pod, BROKEN_S + 1):
-        started = time.monotonic()
+    with nothing_left(pod):
         results = probed(pod, raw)
-        took = time.monotonic() - started
     assert set(failures(results)) == expected, failures(results)
-    assert took < BROKEN_S
     assert not passed(results)
 
 
@@ -510,11 +502,15 @@ def has_link(name: str) -> bool:
     return LINK_NAME in inside(name, "ip", "-br", "link")
 
 
-def wait_for_link(name: str, *, there: bool = True) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
-    while has_link(name) != there:
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def wait_for_link(name: str, *, there: bool = True) -> None:
+    wait_until(lambda: has_link(name) == there)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
