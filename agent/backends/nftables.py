@@ -6,14 +6,14 @@ but ours is ever touched.
 
 import contextlib
 from collections import OrderedDict
-from functools import lru_cache
 
 from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.formats import nft_json, nft_text
 from agent.kernel import nft, nft_batch
+from agent.kernel.netlink import Batch
 from agent.model.errors import StateUnreadable
-from agent.model.ruleset import Ruleset, Rulesets
+from agent.model.ruleset import Rulesets
 from agent.model.state import NFTABLES
 
 TABLE = "intercept-agent"
@@ -41,42 +41,63 @@ class Nftables:
         if have == want:
             return ()
         if not want:
-            gone = nft_text.render_delete(self.table)
             what = f"delete table inet {self.table}"
-            return (Step(what, lambda: session.require_nft().run(gone), self.name),)
-        script = _render(self.table, tuple(want.values()), replace=bool(have))
+            return (Step(what, lambda: _delete(session, self.table), self.name),)
         what = f"load table inet {self.table} in one transaction"
+        copy = None if have else _copy_of(self.table, want)
+        if copy is not None:
+            return (Step(what, lambda: _load(session, self.table, want, copy), self.name),)
+        script = nft_text.render_table(self.table, want, replace=bool(have))
         if have:
             return (Step(what, lambda: session.require_nft().run(script), self.name),)
-        return (Step(what, lambda: _create(session, self.table, script), self.name),)
+        return (Step(what, lambda: _create(session, self.table, want, script), self.name),)
 
 
-# Tables as the kernel took them, by the script that made them: pods of a node mostly get the same.
-_copies: OrderedDict[str, nft_batch.Batch] = OrderedDict()
+def _delete(session: Session, table: str) -> None:
+    """Delete the table. Raises: KernelRejected."""
+    try:
+        nft_batch.delete_table(session.eye.netfilter, table)
+    except OSError:  # the script says in words what is wrong, and does not mind if it is gone
+        session.require_nft().run(nft_text.render_delete(table))
 
 
-def _create(session: Session, table: str, script: str) -> None:
-    """Make the table, from the kernel's own copy of it where the script was run before.
+# --- tables as the kernel took them ---------------------------------------------------------------
+
+# Plans are kept and shared (see `plan`), so rulesets are found by identity; each entry holds its
+# own, so that no identity is given to another.
+_copies: OrderedDict[tuple[object, ...], tuple[Rulesets, Batch]] = OrderedDict()
+
+
+def _key(table: str, rulesets: Rulesets) -> tuple[object, ...]:
+    return (table, *(id(ruleset) for ruleset in rulesets.values()))
+
+
+def _copy_of(table: str, rulesets: Rulesets) -> Batch | None:
+    found = _copies.get(_key(table, rulesets))
+    return found[1] if found else None
+
+
+def _create(session: Session, table: str, rulesets: Rulesets, script: str) -> None:
+    """Make the table by script, and keep a copy of it for the next pod that gets the same.
 
     Raises: KernelRejected.
     """
-    if script in _copies:
-        try:
-            nft_batch.load(session.eye.netfilter, _copies[script])
-        except OSError:
-            del _copies[script]  # the script says in words what is wrong, if anything is
-        else:
-            return
     session.require_nft().run(script)
     with contextlib.suppress(OSError):
         copied = nft_batch.copy_table(session.eye.netfilter, table)
         if copied is not None:
-            _copies[script] = copied
+            _copies[_key(table, rulesets)] = (rulesets, copied)
     while len(_copies) > REMEMBERED:
         _copies.popitem(last=False)
 
 
-@lru_cache(maxsize=REMEMBERED)
-def _render(table: str, rulesets: tuple[Ruleset, ...], *, replace: bool) -> str:
-    """Return the script. Most pods of a node get the same, so it is kept."""
-    return nft_text.render_table(table, {r.family: r for r in rulesets}, replace=replace)
+def _load(session: Session, table: str, rulesets: Rulesets, copy: Batch) -> None:
+    """Make the table from its copy.
+
+    Raises: KernelRejected.
+    """
+    try:
+        nft_batch.load(session.eye.netfilter, copy)
+    except OSError:  # the script says in words what is wrong, if anything is
+        _copies.pop(_key(table, rulesets), None)
+        _create(session, table, rulesets, nft_text.render_table(table, rulesets, replace=False))

@@ -30,7 +30,12 @@ class Session:
     @classmethod
     def open(cls, netns: Netns, lock_fd: int | None = None) -> "Session":
         reaper.start()
-        eye, rtnl = netns.run(lambda: (FilterEye(), NetlinkSocket(NETLINK_ROUTE)))
+
+        def open_all() -> tuple[FilterEye, NetlinkSocket]:
+            netns.learn_cookie()
+            return FilterEye(), NetlinkSocket(NETLINK_ROUTE)
+
+        eye, rtnl = netns.run(open_all)
         return cls(netns, eye, rtnl, lock_fd)
 
     @cached_property

@@ -35,7 +35,7 @@ Aim = Callable[[NamespaceState], NamespaceState]
 """From any state of a namespace to what it should be; what is as it should be, it returns."""
 
 Stage = tuple[tuple[Step, ...], Aim | None]
-"""Writes, and the aim that must have been reached after them."""
+"""Writes, and what stands in the namespace besides the aim after them; None: look later."""
 
 
 @dataclass(frozen=True)
@@ -60,47 +60,62 @@ class Transition:
         if not self.steps:
             return
         try:
-            for stage, aim in self._stages():
+            for stage, dressed in self._stages():
                 for step in stage:
                     before_step(step)
                     step.run()
-                if aim is not None:
-                    _verify(self.session, aim)
+                if dressed is not None:
+                    self._verify(dressed)
         except BaseException as error:  # an interrupt or a bug must not leave half a change either
             _roll_back(self.session, self.have, self.want, error)
+
+    def _verify(self, dressed: Aim) -> None:
+        """Read everything back. A tool's word that it has done a thing proves nothing.
+
+        What others do to their own rules meanwhile is none of our business, so in the end the
+        question is whether what is there now is what should become of it.
+        """
+        found = observe(self.session)
+        if not same(found, dressed(self.want)) and not same(found, dressed(self.aim(found))):
+            raise KernelRejected(
+                "what was loaded reads back differently; see `check` for the difference"
+            )
 
     def _stages(self) -> Iterator[Stage]:
         """Yield the stages; that the guard was put up is seen after the stage that follows."""
         if registry.GUARD not in self.have.loaded and not _needs_guard(self.steps):
-            yield self.steps, self.aim
+            yield self.steps, _bare
             return
-        families = tuple({*guard.families(self.have), *guard.families(self.want)})
-        if self.session.nft is None:
+        families = guard.families(self.have, self.want)
+        if registry.GUARD_BACKEND.missing():
             yield from self._legacy_stages(families)
             return
         wall = guard.rulesets(families)
         backend = registry.GUARD_BACKEND
 
         def guarded(state: NamespaceState) -> NamespaceState:
-            aimed = self.aim(state)
-            return replace(aimed, loaded={**aimed.loaded, registry.GUARD: wall})
+            return replace(state, loaded={**state.loaded, registry.GUARD: wall})
 
         changes = tuple(step for step in self.steps if step.backend != registry.GUARD)
         yield backend.steps(self.session, self.have.of(registry.GUARD), wall), None
         yield changes, guarded
-        yield backend.steps(self.session, wall, {}), self.aim
+        yield backend.steps(self.session, wall, {}), _bare
 
     def _legacy_stages(self, families: tuple[Family, ...]) -> Iterator[Stage]:
         """Without nf_tables the guard stands in the legacy filter table, among what is changed."""
 
-        def walled(state: NamespaceState) -> NamespaceState:
+        def guarded(state: NamespaceState) -> NamespaceState:
             legacy = guard.merged(state.of(IPTABLES_LEGACY), families)
             return replace(state, loaded={**state.loaded, IPTABLES_LEGACY: legacy})
 
-        before, after = walled(self.have), walled(self.want)
+        before, after = guarded(self.have), guarded(self.want)
         yield steps(self.session, self.have, before), None
-        yield steps(self.session, before, after), lambda state: walled(self.aim(state))
-        yield steps(self.session, after, self.want), self.aim
+        yield steps(self.session, before, after), guarded
+        yield steps(self.session, after, self.want), _bare
+
+
+def _bare(state: NamespaceState) -> NamespaceState:
+    return state
 
 
 def prepare(session: Session, have: NamespaceState, aim: Aim) -> Transition:
@@ -146,19 +161,6 @@ def _needs_guard(todo: tuple[Step, ...]) -> bool:
     return len(writes) > 1 or any(not step.atomic for step in writes)
 
 
-def _verify(session: Session, aim: Aim) -> None:
-    """Read everything back. A tool's word that it has done a thing proves nothing.
-
-    What others do to their own rules meanwhile is none of our business, so the question is whether
-    what is there now is what should become of it.
-    """
-    found = observe(session)
-    if not same(found, aim(found)):
-        raise KernelRejected(
-            "what was loaded reads back differently; see `check` for the difference"
-        )
-
-
 def _roll_back(
     session: Session, before: NamespaceState, want: NamespaceState, cause: BaseException
 ) -> NoReturn:
@@ -171,7 +173,9 @@ def _roll_back(
         now = observe(session)
         for step in steps(session, now, undone(now, before, want)):
             step.run()
-        _verify(session, lambda found: undone(found, before, want))
+        found = observe(session)
+        if not same(found, undone(found, before, want)):
+            raise KernelRejected("what was put back reads back differently")
     except (AgentError, TimeoutError, KeyboardInterrupt) as failure:
         why = "interrupted again" if isinstance(failure, KeyboardInterrupt) else failure
         raise RollbackFailed(

@@ -15,14 +15,16 @@ import os
 import re
 import socket
 import struct
+import sys
 from dataclasses import dataclass
 
-from agent.kernel.netlink import NETLINK_NETFILTER, NetlinkSocket
+from agent.kernel.netlink import NETLINK_NETFILTER, NetlinkSocket, attributes
 
 # linux/netfilter/nfnetlink.h and nf_tables.h
 NFNL_SUBSYS_NFTABLES = 10
 NFT_MSG_GETTABLE, NFT_MSG_GETCHAIN, NFT_MSG_GETRULE, NFT_MSG_GETSET = 1, 4, 7, 10
 NFGENMSG_SIZE = 4
+NFTA_TABLE_FLAGS = 2
 
 # A counter expression: its name, then bytes and packets as big-endian 64-bit numbers. Whether the
 # attribute around them has the flag for nesting (0x8000) set differs between kernels.
@@ -110,8 +112,14 @@ class FilterEye:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT):
                 return b"|none|"  # a kernel without nf_tables
             raise
-        # The generic header ends in the generation number, which every transaction changes.
-        whole = b"".join(m.payload[:1] + m.payload[NFGENMSG_SIZE:] for m in messages)
+        # The generic header ends in the generation number, which every transaction changes. Which
+        # of two tables was made first means nothing; within a table the order is kept.
+        parts = sorted((m.payload[:1] + m.payload[NFGENMSG_SIZE:] for m in messages), key=_owner)
+        if kind == NFT_MSG_GETTABLE:
+            parts = [
+                _owner(part) + attributes(part, 1).get(NFTA_TABLE_FLAGS, b"") for part in parts
+            ]
+        whole = b"".join(parts)
         for moving in (NFT_COUNTER, NFT_CHAIN_COUNTERS, NFT_QUOTA):
             whole = moving.sub(_fixed, whole)
         return b"|%d|" % kind + whole
@@ -149,6 +157,11 @@ class FilterEye:
             raw.close()
         for fd in self._names.values():
             os.close(fd)
+
+
+def _owner(part: bytes) -> bytes:
+    """Return family and table of an object: its first attribute is the table's name."""
+    return part[: 1 + int.from_bytes(part[1:3], sys.byteorder)]
 
 
 def _fixed(found: re.Match[bytes]) -> bytes:

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -32,6 +33,8 @@ TYPE_MASK = 0x3FFF
 RECEIVE_BYTES = 256 * 1024
 TIMEOUT_S = 5.0
 DUMP_ATTEMPTS = 5
+# Sequence numbers of batches, far from those of single requests: a batch is packed only once.
+FIRST_IN_BATCH = 1 << 24
 
 
 class Message(NamedTuple):
@@ -39,6 +42,26 @@ class Message(NamedTuple):
 
     kind: int
     payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Messages ready to be sent as one transaction, and the number of the one that is answered."""
+
+    data: bytes
+    acknowledged: int
+
+    @classmethod
+    def of(cls, messages: Sequence[tuple[int, int, bytes]]) -> Self:
+        """Return the batch of these (type, flags, payload); the first and the last frame it."""
+        packed = []
+        last = len(messages) - 2  # the last inside the frame asks for an answer to the whole
+        for index, (kind, flags, payload) in enumerate(messages):
+            asked = NLM_F_REQUEST | (NLM_F_ACK if index == last else 0)
+            size = HEADER.size + len(payload)
+            head = HEADER.pack(size, kind, flags | asked, FIRST_IN_BATCH + index, 0)
+            packed.append(head + payload + b"\0" * (-size % 4))
+        return cls(b"".join(packed), FIRST_IN_BATCH + last)
 
 
 class NetlinkSocket:
@@ -76,27 +99,17 @@ class NetlinkSocket:
         messages, _ = self._exchange(kind, NLM_F_ACK, payload)
         return messages[0].payload
 
-    def transaction(self, messages: Sequence[tuple[int, int, bytes]]) -> None:
-        """Send messages (type, flags, payload) as one batch, whose first and last frame it.
+    def transaction(self, batch: "Batch") -> None:
+        """Send a batch as one transaction.
 
         Raises: OSError with the errno of the first message that was refused.
         """
-        first = self._sequence + 1
-        self._sequence += len(messages)
-        packed = []
-        for index, (kind, flags, payload) in enumerate(messages):
-            # The last message inside the frame asks for the acknowledgement of the whole.
-            asked = NLM_F_ACK if index == len(messages) - 2 else 0
-            size = HEADER.size + len(payload)
-            head = HEADER.pack(size, kind, flags | asked | NLM_F_REQUEST, first + index, 0)
-            packed.append(head + payload + b"\0" * (-size % 4))
-        self._socket.send(b"".join(packed))
-        acknowledged = self._sequence - 1
+        self._socket.send(batch.data)
         while True:
             for found, _, sequence, body in _split(self._socket.recv(RECEIVE_BYTES)):
-                if found == NLMSG_ERROR and sequence >= first:
+                if found == NLMSG_ERROR and sequence >= FIRST_IN_BATCH:
                     _raise_error(body)
-                    if sequence == acknowledged:
+                    if sequence == batch.acknowledged:
                         return
 
     def _exchange(self, kind: int, flags: int, payload: bytes) -> tuple[list[Message], bool]:

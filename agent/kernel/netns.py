@@ -115,8 +115,14 @@ class Netns:
     def cookie(self) -> int | None:
         """Return the number that the kernel never gives to another namespace until reboot."""
         if self._cookie is None:
-            self._cookie = self.run(_own_cookie)
+            self.run(self.learn_cookie)
         return self._cookie
+
+    def learn_cookie(self) -> None:
+        """Learn the cookie; for threads that are in the namespace already."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            raw = probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
+            self._cookie = int(struct.unpack("Q", raw)[0])
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -133,13 +139,6 @@ class Netns:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _own_cookie() -> int | None:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-        raw = probe.getsockopt(socket.SOL_SOCKET, SO_NETNS_COOKIE, 8)
-        return int(struct.unpack("Q", raw)[0])
-    return None
 
 
 def _setns(fd: int, path: str) -> None:

@@ -7,11 +7,13 @@ the next namespace, as one transaction. Whoever loads it reads it back, as after
 """
 
 import struct
+from collections.abc import Iterable
 
 from agent.kernel.filters import NFT_COUNTER
 from agent.kernel.netlink import (
     NLM_F_CREATE,
     NLM_F_EXCL,
+    Batch,
     NetlinkSocket,
     attribute,
     attributes,
@@ -22,7 +24,7 @@ NFPROTO_INET = 1
 # linux/netfilter/nfnetlink.h and nf_tables.h
 NFNL_SUBSYS_NFTABLES = 10
 NFNL_MSG_BATCH_BEGIN, NFNL_MSG_BATCH_END = 16, 17
-NFT_MSG_NEWTABLE, NFT_MSG_NEWCHAIN, NFT_MSG_NEWRULE = 0, 3, 6
+NFT_MSG_NEWTABLE, NFT_MSG_DELTABLE, NFT_MSG_NEWCHAIN, NFT_MSG_NEWRULE = 0, 2, 3, 6
 NFT_MSG_GETCHAIN, NFT_MSG_GETRULE, NFT_MSG_GETSET = 4, 7, 10
 NFGENMSG = struct.Struct("=BB2s")
 NLM_F_APPEND = 0x800
@@ -44,9 +46,6 @@ CHAIN_PARTS = (
 )
 RULE_PARTS = (NFTA_RULE_TABLE, NFTA_RULE_CHAIN, NFTA_RULE_EXPRESSIONS, NFTA_RULE_USERDATA)
 NESTED = {NFT_MSG_NEWCHAIN: NFTA_CHAIN_HOOK, NFT_MSG_NEWRULE: NFTA_RULE_EXPRESSIONS}
-
-Batch = tuple[tuple[int, int, bytes], ...]
-"""Message types, flags and payloads, in the order in which they are sent."""
 
 
 def copy_table(socket: NetlinkSocket, table: str) -> Batch | None:
@@ -70,7 +69,7 @@ def copy_table(socket: NetlinkSocket, table: str) -> Batch | None:
         for found in _dump(socket, NFT_MSG_GETRULE)
         if found.get(NFTA_RULE_TABLE) == name
     )
-    return tuple(messages)
+    return _framed(messages)
 
 
 def load(socket: NetlinkSocket, batch: Batch) -> None:
@@ -78,14 +77,28 @@ def load(socket: NetlinkSocket, batch: Batch) -> None:
 
     Raises: OSError with the kernel's errno; then nothing of it was applied.
     """
+    socket.transaction(batch)
+
+
+def _framed(messages: Iterable[tuple[int, int, bytes]]) -> Batch:
     frame = NFGENMSG.pack(0, 0, NFNL_SUBSYS_NFTABLES.to_bytes(2, "big"))
-    socket.transaction(
+    return Batch.of(
         [
             (NFNL_MSG_BATCH_BEGIN, 0, frame),
-            *((NFNL_SUBSYS_NFTABLES << 8 | kind, flags, body) for kind, flags, body in batch),
+            *((NFNL_SUBSYS_NFTABLES << 8 | kind, flags, body) for kind, flags, body in messages),
             (NFNL_MSG_BATCH_END, 0, frame),
         ]
     )
+
+
+def delete_table(socket: NetlinkSocket, table: str) -> None:
+    """Delete the table `inet TABLE`.
+
+    Raises: OSError with the kernel's errno.
+    """
+    name = attribute(NFTA_TABLE_NAME, table.encode() + b"\0")
+    head = NFGENMSG.pack(NFPROTO_INET, 0, b"\0\0")
+    load(socket, _framed([(NFT_MSG_DELTABLE, 0, head + name)]))
 
 
 def _dump(socket: NetlinkSocket, kind: int) -> list[dict[int, bytes]]:

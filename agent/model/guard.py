@@ -4,6 +4,8 @@ It needs no exemptions, since a first packet that is dropped is sent again withi
 guard stands for milliseconds. Established connections pass, so nothing that runs is cut.
 """
 
+from functools import cache
+
 from agent.model.owned import merge
 from agent.model.ruleset import (
     Family,
@@ -23,15 +25,16 @@ _DROP_NEW = Rule((match("conntrack", "--ctstate", "NEW"),), Target("DROP"))
 _JUMP = Rule((), Target(CHAIN))
 
 
+@cache
 def rulesets(families: tuple[Family, ...]) -> Rulesets:
-    """Return the guard for these families."""
+    """Return the guard for these families, the same object for the same families."""
     hooks = {"INPUT": [_JUMP], "OUTPUT": [_JUMP], CHAIN: [_DROP_NEW]}
     return {family: ruleset_of(family, {"filter": hooks}) for family in families}
 
 
-def families(state: NamespaceState) -> tuple[Family, ...]:
-    """Return the families in which anything is loaded; others are left alone."""
-    loaded = {family for found in state.loaded.values() for family in found}
+def families(*states: NamespaceState) -> tuple[Family, ...]:
+    """Return the families in which anything is loaded in any state; others are left alone."""
+    loaded = {f for state in states for found in state.loaded.values() for f in found}
     return tuple(family for family in Family if family in loaded)
 
 
