@@ -66,15 +66,25 @@ def save(netns: Netns, record: Record) -> None:
     path = _path(netns)
     if path is None:
         return
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft = f"{path}.{os.getpid()}.tmp"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        draft.write_text(json.dumps(_encode(record)))
-        draft.rename(path)
+        _write(draft, json.dumps(_encode(record)).encode())
+        os.rename(draft, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            draft.unlink()
+            os.unlink(draft)
         raise EnvironmentLacks(f"cannot write the state file {path}: {error.strerror}") from error
+
+
+def _write(path: str, data: bytes) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        fd = os.open(path, flags, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
 
 
 def drop(netns: Netns) -> None:

@@ -28,9 +28,13 @@ def namespace_lock(netns: NetnsId, *, timeout_s: float = 30.0) -> Iterator[int]:
 
     Raises: EnvironmentLacks if another run holds it for longer than `timeout_s`.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
-        RUN_DIR.mkdir(parents=True, exist_ok=True)
-        fd = os.open(LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(LOCK_FILE, flags, 0o600)
+        except FileNotFoundError:
+            RUN_DIR.mkdir(parents=True, exist_ok=True)
+            fd = os.open(LOCK_FILE, flags, 0o600)
     except OSError as error:
         raise EnvironmentLacks(f"cannot open {LOCK_FILE}: {error.strerror}; run as root") from error
     try:
