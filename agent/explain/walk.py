@@ -299,6 +299,8 @@ class _Walk:
         at_nat = step.table == "nat" and branch.hook in DESTINATION_HOOKS
         if at_nat and not branch.redirected and (accepted or not branch.exempt):
             branch.exempt, branch.decided_by = branch.exempt or accepted, step
+        elif step.table == "mangle" and step.setting and branch.hook == "PREROUTING":
+            branch.decided_by = branch.decided_by or step  # TPROXY captures here, and not in nat
 
     def _jump(self, branch: Branch, rule: Rule, target: Target, prefix: str) -> bool:
         verb = "goes on in" if target.goto else "jumps to"

@@ -131,3 +131,10 @@ def test_tproxy_captures_inbound_and_what_the_proxy_sends_to_itself() -> None:
     inbound = walk(layers, packet("10.1.0.2", source="10.1.0.7"), POD, inbound=True)
     assert said(inbound) == "redirect:15006"
     assert said(walk(layers, packet("10.1.0.2"), POD)) == "pass"
+
+
+def test_tproxy_exemption_is_named_though_it_stands_outside_nat() -> None:
+    layers = [Layer("iptables-nft", loaded({**EVERYTHING, "inbound_interception_mode": "TPROXY"}))]
+    trace = walk(layers, packet("10.1.0.2", 15021, source="10.1.0.7"), POD, inbound=True)
+    assert said(trace) == "pass"
+    assert "(inbound_ports_exclude)" in summary(trace)
