@@ -7,9 +7,12 @@ net/netfilter/nf_tables_api.c), which takes about 11 ms after a transaction that
 import contextlib
 import queue
 import threading
+import time
 from typing import Protocol
 
 QUEUE_SIZE = 256
+# Closing starts when the caller has gone on: it would hold the interpreter lock against it.
+PAUSE_S = 0.005
 
 
 class Closeable(Protocol):
@@ -46,6 +49,8 @@ def close_later(closeable: Closeable) -> None:
 def _close_all(waiting: "queue.Queue[Closeable]") -> None:
     while True:
         with contextlib.suppress(Exception):  # the thread must outlive any one failure
-            # Never bound to a name: the last one must not stay referenced while the queue is empty.
-            waiting.get().close()
+            closeable = waiting.get()
+            time.sleep(PAUSE_S)
+            closeable.close()
+            del closeable  # the last one must not stay referenced while the queue is empty
         waiting.task_done()

@@ -130,11 +130,11 @@ def _worker_environment() -> dict[str, str]:
 
 
 def _receive(sock: socket.socket) -> bytes:
-    (size,) = HEADER.unpack(_exactly(sock, HEADER.size))
-    return _exactly(sock, size)
+    (size,) = HEADER.unpack(receive_exactly(sock, HEADER.size))
+    return receive_exactly(sock, size)
 
 
-def _exactly(sock: socket.socket, size: int) -> bytes:
+def receive_exactly(sock: socket.socket, size: int) -> bytes:
     if size > MAX_FRAME:
         raise ValueError(f"a frame of {size} bytes is too large")
     data = b""
@@ -161,7 +161,7 @@ def serve(sock: socket.socket) -> None:
         for _, _, data in ancillary:
             fds.frombytes(data)
         try:
-            job = json.loads(_exactly(sock, HEADER.unpack(header)[0]))
+            job = json.loads(receive_exactly(sock, HEADER.unpack(header)[0]))
             reply = _do(fds[0], job)
         finally:
             libc.setns(home, libc.CLONE_NEWNET)  # a worker that stayed would keep the pod's alive

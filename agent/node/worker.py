@@ -1,0 +1,140 @@
+"""The privileged half of the daemon: enters namespaces and does a handful of typed jobs in them.
+
+It is given namespace file descriptors over a socketpair and answers in JSON. It opens no path that
+the other side names, talks to no network and to no API, and ends when the other side is gone.
+"""
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from agent.backends.session import reading
+from agent.capture import record
+from agent.capture.apply import apply, remove
+from agent.capture.check import check
+from agent.capture.inputs import Target, settings_for
+from agent.capture.observe import observe
+from agent.capture.probing.probe import passed, probe
+from agent.kernel.netns import Netns, NetnsId, refuse_node
+from agent.kernel.xtables_worker import HEADER, receive_exactly
+from agent.model.errors import AgentError, InvalidSettings
+from agent.model.settings import dump
+from agent.model.wanted import captures
+
+# Enough that one pod with a slow tool does not hold up the others; the machine has few cores.
+THREADS = 4
+
+Job = Callable[[Netns, Mapping[str, Any]], dict[str, object]]
+
+
+def _apply(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
+    settings = settings_for(request["settings"], Target(netns, netns.path))
+    done = apply(netns, settings, backend=request.get("backend", "auto"))
+    return {**asdict(done), "settings": dump(settings)}
+
+
+def _check(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
+    settings = settings_for(request["settings"], Target(netns, netns.path))
+    report = check(netns, settings, backend=request.get("backend", "auto"))
+    return {
+        "backend": report.backend,
+        "in_sync": report.in_sync,
+        "differences": [difference.line() for difference in report.differences],
+        "foreign": list(report.foreign),
+        "warnings": list(report.warnings),
+    }
+
+
+def _remove(netns: Netns, _: Mapping[str, Any]) -> dict[str, object]:
+    return asdict(remove(netns))
+
+
+def _look(netns: Netns, _: Mapping[str, Any]) -> dict[str, object]:
+    """Tell what is loaded, by backend, and what is on record."""
+    with reading(netns) as session:
+        found = captures(observe(session))
+    counts = {name: sum(r.rule_count() for r in parts.values()) for name, parts in found.items()}
+    known = record.load(netns)
+    return {"captures": counts, "settings": dict(known.settings) if known else None}
+
+
+def _probe(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
+    settings = settings_for(request["settings"], Target(netns, netns.path))
+    results = probe(netns, settings)
+    return {"passed": passed(results), "results": [asdict(result) for result in results]}
+
+
+JOBS: Mapping[str, Job] = {
+    "apply": _apply,
+    "check": _check,
+    "remove": _remove,
+    "look": _look,
+    "probe": _probe,
+}
+
+
+class Worker:
+    """Reads requests from a socket and answers them, several at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._writing = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="job")
+
+    def serve(self) -> None:
+        """Do jobs until the other side is gone."""
+        while True:
+            size_of_fds = socket.CMSG_LEN(array.array("i").itemsize)
+            header, ancillary, _, _ = self._socket.recvmsg(HEADER.size, size_of_fds)
+            if not header:
+                return
+            fds = array.array("i")
+            for _, _, data in ancillary:
+                fds.frombytes(data)
+            request = json.loads(receive_exactly(self._socket, HEADER.unpack(header)[0]))
+            self._pool.submit(self._answer, request, fds[0] if fds else -1)
+
+    def _answer(self, request: Mapping[str, Any], fd: int) -> None:
+        reply = {"id": request["id"], **_do(request, fd)}
+        payload = json.dumps(reply).encode()
+        with self._writing, contextlib.suppress(OSError):
+            self._socket.sendall(struct.pack("!I", len(payload)) + payload)
+
+
+def _do(request: Mapping[str, Any], fd: int) -> dict[str, object]:
+    """Do one job and return its result, or its error in words."""
+    try:
+        status = os.fstat(fd)
+        with Netns(str(request.get("name", "a pod")), NetnsId(status.st_dev, status.st_ino), fd) as n:
+            refuse_node(n, is_self=False)
+            return {"result": JOBS[request["job"]](n, request)}
+    except InvalidSettings as error:
+        return _failure(error, problems=list(error.problems))
+    except AgentError as error:
+        return _failure(error)
+    except Exception as error:  # a bug in one job must not end the others
+        return {"error": {"kind": "bug", "message": repr(error), "exit_code": 4}}
+
+
+def _failure(error: AgentError, **more: object) -> dict[str, object]:
+    kind = type(error).__name__
+    return {"error": {"kind": kind, "message": str(error), "exit_code": error.exit_code, **more}}
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    with contextlib.suppress(EOFError, ConnectionResetError, KeyboardInterrupt):
+        Worker(sock).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The daemon's end of the worker: starts it, asks it, and starts it again when it died or hung.
+
+The front holds no network-administration capability of its own; the worker gets them back by being
+executed by root, which is why the front must not set no_new_privs.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agent.model.errors import AgentError
+
+HEADER = struct.Struct("!I")
+MAX_REPLY = 64 * 1024 * 1024
+DEADLINE_S = 30.0
+
+
+class WorkerGone(AgentError):
+    """The worker died or was killed while it did a job; the job may be half done. Try again."""
+
+
+class JobFailed(AgentError):
+    """The worker answered with an error; `kind` is the class of error that it was."""
+
+    def __init__(self, kind: str, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.code = exit_code
+
+
+class WorkerClient:
+    """One worker process and the jobs that it has been given. For one event loop."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._sending = asyncio.Lock()
+        self.restarts = -1
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def job(
+        self, job: str, netns_fd: int, *, deadline_s: float = DEADLINE_S, **request: object
+    ) -> Mapping[str, Any]:
+        """Have a job done in the namespace behind `netns_fd` and return its result.
+
+        Raises: JobFailed with the worker's sentence; WorkerGone if it died, or was killed because
+        it did not answer within `deadline_s` seconds.
+        """
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        number = next(self._ids)
+        async with self._sending:
+            sock = await self._running()
+            self._waiting[number] = future
+            payload = json.dumps({"id": number, "job": job, **request}).encode()
+            data = HEADER.pack(len(payload)) + payload
+            try:
+                await asyncio.to_thread(socket.send_fds, sock, [data], [netns_fd])
+            except OSError as error:
+                self._fail(f"the worker cannot be reached: {error.strerror}")
+        try:
+            reply = await asyncio.wait_for(future, deadline_s)
+        except TimeoutError:
+            self._kill()
+            raise WorkerGone(
+                f"{job} did not end within {deadline_s:.0f} seconds; the worker was killed"
+            ) from None
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in reply:
+            error = reply["error"]
+            raise JobFailed(error["kind"], error["message"], error["exit_code"])
+        result: Mapping[str, Any] = reply["result"]
+        return result
+
+    async def close(self) -> None:
+        """End the worker; captures stay as they are."""
+        self._kill()
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+
+    async def _running(self) -> socket.socket:
+        if self._socket is None or self._process is None or self._process.poll() is not None:
+            self._kill()
+            await self._start()
+        assert self._socket is not None
+        return self._socket
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        root = str(Path(__file__).resolve().parents[2])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "agent.node.worker", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": root},
+            )
+        self._socket = ours
+        self.restarts += 1
+        reader, writer = await asyncio.open_connection(sock=ours.dup())
+        self._reader = asyncio.create_task(self._read(reader, writer, self._process))
+
+    async def _read(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        process: subprocess.Popen[bytes],
+    ) -> None:
+        broken = (asyncio.IncompleteReadError, ConnectionError, ValueError)
+        with contextlib.closing(writer), contextlib.suppress(*broken):
+            while True:
+                (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                if size > MAX_REPLY:
+                    break
+                reply = json.loads(await reader.readexactly(size))
+                future = self._waiting.get(reply["id"])
+                if future is not None and not future.done():
+                    future.set_result(reply)
+        if process is self._process:
+            self._fail("the worker died")
+
+    def _fail(self, why: str) -> None:
+        self._kill()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(WorkerGone(f"{why}; it is started again"))
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if process is not None:
+            process.kill()
+            process.wait()
