@@ -41,7 +41,7 @@ fmt: $(VENV)/installed ## format the code and mend what the linter can mend
 bench: $(VENV)/installed ## measure how long things take on this machine (root)
 	$(RUN) -m tests.bench
 
-fuzz: $(VENV)/installed ## run the property tests with many more examples than usual
+fuzz: $(VENV)/installed ## run the property tests with many more examples than usual (minutes)
 	$(RUN) -m pytest --hypothesis-profile=fuzz --timeout=0 tests/fuzz
 
 clean: ## remove .venv and everything else that was generated

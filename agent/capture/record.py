@@ -1,7 +1,8 @@
 """What must be remembered of a capture while it stands: its settings, and what was there before.
 
-One file a namespace, named after its cookie, which the kernel gives to no other until reboot. A
-lost record does no harm: rules are then recognised by name and shape alone.
+One file a namespace, named after its inode. The kernel gives inodes out again, which keeps the
+files few, so a record also holds the namespace's cookie, which no other gets until reboot. A lost
+record does no harm: rules are then recognised by name and shape alone.
 """
 
 import contextlib
@@ -53,7 +54,8 @@ def load(netns: Netns) -> Record | None:
     if path is None:
         return None
     try:
-        return _decode(json.loads(path.read_text()))
+        document = json.loads(path.read_text())
+        return _decode(document) if document["cookie"] == netns.cookie() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -68,7 +70,8 @@ def save(netns: Netns, record: Record) -> None:
         return
     draft = f"{path}.{os.getpid()}.tmp"
     try:
-        _write(draft, json.dumps(_encode(record)).encode())
+        document = {"cookie": netns.cookie(), **_encode(record)}
+        _write(draft, json.dumps(document).encode())
         os.rename(draft, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -95,8 +98,8 @@ def drop(netns: Netns) -> None:
 
 
 def _path(netns: Netns) -> Path | None:
-    cookie = netns.cookie()
-    return None if cookie is None else state_dir() / f"netns-{cookie}.json"
+    """Return the file of a namespace, or None where the kernel (before 5.14) knows no cookies."""
+    return None if netns.cookie() is None else state_dir() / f"netns-{netns.id.ino}.json"
 
 
 def _encode(record: Record) -> dict[str, Any]:

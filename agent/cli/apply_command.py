@@ -1,11 +1,12 @@
 """Capture a namespace: all of it, in both families, or nothing. Repeating it changes nothing."""
 
 import argparse
+import sys
 
 from agent.capture.apply import Result, apply
 from agent.capture.inputs import Target, settings_for
 from agent.cli import output
-from agent.cli.options import add_capture_options, raw_settings
+from agent.cli.options import WITHOUT, add_capture_options, raw_settings
 from agent.cli.target import add_netns_option, opened
 from agent.model.state import BACKENDS, EBPF
 
@@ -15,14 +16,15 @@ EXAMPLES = """examples:
   intercept-agent apply --netns self -p 15001 -z 15006 -u 1337 -m REDIRECT -i '*' -b '*'
   intercept-agent apply --netns web --dry-run          show the writes, make none
 """
+VERBOSE = "list the writes on stderr"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser)
     add_backend_option(parser)
-    parser.add_argument("-n", "--dry-run", action="store_true", help="write nothing")
-    parser.add_argument("--output", choices=("table", "json"), default="table")
-    add_capture_options(parser)
+    parser.add_argument("-n", "--dry-run", action="store_true", help="list the writes, make none")
+    output.add_output_option(parser)
+    add_capture_options(parser, without=WITHOUT)
 
 
 def add_backend_option(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +32,8 @@ def add_backend_option(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=("auto", *BACKENDS, EBPF),
         default="auto",
-        help="auto keeps what the namespace uses, else takes the first that the node can",
+        help="auto keeps what the namespace uses, else takes the first of these that the node "
+        "can do (auto; ebpf is not in this version)",
     )
 
 
@@ -40,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     with opened(arguments.netns) as target:
         settings = settings_for(raw, target)
         done = apply(target.netns, settings, backend=arguments.backend, dry_run=arguments.dry_run)
-    report(target, done, arguments, done_word="captured", already="already captured so")
+    report(target, done, arguments, done_word="captured", already="already captured like this")
     return 0
 
 
@@ -60,6 +63,9 @@ def report(
         for step in done.steps:
             print(f"  {step}")
         return
+    if arguments.verbose:
+        for step in done.steps:
+            print(f"  {step}", file=sys.stderr)
     by = f" by {done.backend}" if done.backend else ""
     what = output.paint(done_word, output.GREEN)
     print(f"{target.name}: {what}{by}, {done.rules} rules, {done.duration_ms:.0f} ms")

@@ -1,6 +1,7 @@
 """Tell whether a namespace is captured as it should be: every rule, its order, and the routes."""
 
 import argparse
+import sys
 from dataclasses import asdict
 
 from agent.capture import record
@@ -12,20 +13,26 @@ from agent.cli.apply_command import add_backend_option
 from agent.cli.options import add_capture_options, given_settings
 from agent.cli.target import add_netns_option, opened
 from agent.formats import pod
+from agent.model.settings import dump
 
 EXAMPLES = """examples:
   intercept-agent check --netns web                    against what was applied there
   intercept-agent check --netns web -i '*' -b 80       against these settings
   intercept-agent check --netns web --probe            and prove it with real connections
 """
+VERBOSE = "say on stderr what it is compared with"
+WITHOUT = (
+    "Without any of these the namespace is compared with what was applied there; where nothing "
+    "was, with what a whole captured pod has."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser)
     add_backend_option(parser)
     parser.add_argument("--probe", action="store_true", help="prove it with real connections")
-    parser.add_argument("--output", choices=("table", "json"), default="table")
-    add_capture_options(parser)
+    output.add_output_option(parser)
+    add_capture_options(parser, without=WITHOUT)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -33,17 +40,29 @@ def run(arguments: argparse.Namespace) -> int:
     if raw is not None:
         settings_for(raw, None)
     with opened(arguments.netns) as target:
-        settings = settings_for(_applied(target) if raw is None else raw, target)
+        if raw is None:
+            raw, origin = _applied(target)
+        else:
+            origin = "the settings given here"
+        settings = settings_for(raw, target)
+        if arguments.verbose:
+            print(f"{target.name}: compared with {origin}: {dump(settings)}", file=sys.stderr)
         report = check(target.netns, settings, backend=arguments.backend)
         probes = probe(target.netns, settings) if arguments.probe else ()
-        _print(target, report, probes, arguments)
+        with output.printing():
+            _print(target, report, probes, arguments)
     return 0 if report.in_sync and passed(probes) else 1
 
 
-def _applied(target: Target) -> dict[str, object]:
-    """Return the settings that were applied here, or those of a pod without annotations."""
+def _applied(target: Target) -> tuple[dict[str, object], str]:
+    """Return the settings that were applied here, or those of a pod without annotations.
+
+    And the words for which of the two they are.
+    """
     found = record.load(target.netns)
-    return dict(found.settings if found else pod.DEFAULTS)
+    if found is None:
+        return dict(pod.DEFAULTS), "a whole captured pod (nothing is on record here)"
+    return dict(found.settings), "what was applied here"
 
 
 def _print(
@@ -66,17 +85,18 @@ def _print(
     for result in probes:
         colour = output.RED if result.outcome is Outcome.FAILED else output.GREEN
         print(f"{output.paint(f'{result.outcome.value:<8}', colour)}{result.name}: {result.detail}")
-    failed = sum(result.outcome is Outcome.FAILED for result in probes)
-    if failed:
-        print(f"{target.name}: {output.paint(f'{failed} probes failed', output.RED)}")
     if report.in_sync:
         print(f"{target.name}: {output.paint('in sync', output.GREEN)} ({report.backend})")
     else:
-        count = len(report.differences) + len(report.foreign)
+        found = output.count(len(report.differences) + len(report.foreign), "difference")
         print(
-            f"{target.name}: {output.paint(f'{count} differences', output.RED)} "
+            f"{target.name}: {output.paint(found, output.RED)} "
             f"({report.backend}); `intercept-agent apply` puts it right"
         )
+    failed = sum(result.outcome is Outcome.FAILED for result in probes)
+    if failed:
+        lost = output.paint(f"{output.count(failed, 'probe')} failed", output.RED)
+        print(f"{target.name}: {lost}")
 
 
 def to_json(target: Target, report: Report) -> dict[str, object]:

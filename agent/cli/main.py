@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,6 +16,9 @@ COMMANDS = {
     "remove": "take a capture out of a namespace",
     "trace": "walk one packet through the loaded rules",
 }
+
+
+VERBOSE = "say more on stderr"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,8 +47,9 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         module.add_options(sub)
-        sub.add_argument("-v", "--verbose", action="store_true", help="say more on stderr")
-        sub.set_defaults(run=module.run)
+        verbose = getattr(module, "VERBOSE", VERBOSE)
+        sub.add_argument("-v", "--verbose", action="store_true", help=verbose)
+        sub.set_defaults(run=module.run, parser=sub)
     return parser
 
 
@@ -54,15 +57,16 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1, 2, 3 or 4 as the contract has them."""
     given = list(sys.argv[1:] if words is None else words)
     command = next((word for word in given if not word.startswith("-")), "")
-    arguments = _parser(command).parse_args(given)
     try:
-        return int(arguments.run(arguments))
+        arguments, unknown = _parser(command).parse_known_args(given)
+        if unknown:
+            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        code = 0
+        with output.printing():
+            code = int(arguments.run(arguments))
+        return code
     except AgentError as error:
         return output.fail(error)
-    except BrokenPipeError:
-        # Whoever read our output has gone; that is no failure of ours.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,7 @@ SETTINGS: tuple[Setting, ...] = (
         "inbound_ports_exclude",
         ("-d", "--istio-local-exclude-ports"),
         ("ISTIO_LOCAL_EXCLUDE_PORTS",),
-        "inbound ports left alone when -b is '*'",
+        "inbound ports left alone when -b is '*' (none)",
     ),
     Setting(
         "outbound_ip_ranges_include",
@@ -76,31 +77,31 @@ SETTINGS: tuple[Setting, ...] = (
         "outbound_ip_ranges_exclude",
         ("-x", "--istio-service-exclude-cidr"),
         ("ISTIO_SERVICE_EXCLUDE_CIDR",),
-        "outbound networks left alone",
+        "outbound networks left alone (none)",
     ),
     Setting(
         "outbound_ports_include",
         ("-q", "--istio-outbound-ports"),
         ("ISTIO_OUTBOUND_PORTS",),
-        "outbound ports to capture whatever the address",
+        "outbound ports to capture whatever the address (none)",
     ),
     Setting(
         "outbound_ports_exclude",
         ("-o", "--istio-local-outbound-ports-exclude"),
         ("ISTIO_LOCAL_OUTBOUND_PORTS_EXCLUDE",),
-        "outbound ports left alone",
+        "outbound ports left alone (none)",
     ),
     Setting(
         "exclude_interfaces",
         ("-c", "--istio-exclude-interfaces"),
         ("ISTIO_EXCLUDE_INTERFACES",),
-        "interfaces left alone",
+        "interfaces left alone (none)",
     ),
     Setting(
         "reroute_virtual_interfaces",
         ("-k", "--kube-virt-interfaces"),
         ("KUBE_VIRT_INTERFACES",),
-        "interfaces whose inbound traffic is handled as outbound",
+        "interfaces whose inbound traffic is handled as outbound (none)",
     ),
     Setting(
         "inbound_tproxy_mark",
@@ -118,21 +119,21 @@ SETTINGS: tuple[Setting, ...] = (
         "redirect_dns",
         ("--redirect-dns",),
         ("REDIRECT_DNS", "ISTIO_META_DNS_CAPTURE"),
-        "send DNS queries to port 15053",
+        "send DNS queries to port 15053 (false)",
         switch=True,
     ),
     Setting(
         "capture_all_dns",
         ("--capture-all-dns",),
         ("CAPTURE_ALL_DNS",),
-        "those to any server, not only the pod's own",
+        "with --redirect-dns: queries to any server, not only the pod's own (false)",
         switch=True,
     ),
     Setting(
         "drop_invalid",
         ("--drop-invalid",),
         ("DROP_INVALID", "INVALID_DROP"),
-        "drop packets that conntrack calls invalid",
+        "drop packets that conntrack calls invalid (false)",
         switch=True,
     ),
     Setting(
@@ -152,7 +153,7 @@ SETTINGS: tuple[Setting, ...] = (
         "owner_groups_exclude",
         ("--owner-groups-exclude",),
         ("ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE",),
-        "groups whose outbound traffic is left alone",
+        "groups whose outbound traffic is left alone (none)",
     ),
     Setting(
         "host_ipv4_loopback_cidr",
@@ -179,14 +180,22 @@ IGNORED_SWITCHES = ("--reconcile", "--force-apply", "--cni-mode", "--log_as_json
 IGNORED_VALUES = ("--log_output_level", "--log_target", "--network-namespace")
 
 
-def add_capture_options(parser: argparse.ArgumentParser) -> None:
-    """Add everything that describes a capture."""
-    group = parser.add_argument_group(
-        "capture",
-        "Without any of these the whole pod is captured: all inbound ports but 15020, 15021 and "
-        "15090, and all outbound TCP. With any, the defaults are those of istio-iptables, which "
-        "captures only what it is told to.",
-    )
+WITHOUT = (
+    "Without any of these the whole pod is captured: inbound TCP but ports 15020, 15021 and 15090, "
+    "and outbound TCP but port 15020."
+)
+RULES = (
+    "With any of them, from wherever, the defaults are those in (), which are istio-iptables', and "
+    "only what -b, -i or -q (or --redirect-dns) name is captured. A flag wins over --settings, "
+    "that over --pod-manifest, that over the environment. Names in capitals are those of the "
+    "settings, in small letters in messages and in --settings."
+)
+
+
+def add_capture_options(parser: argparse.ArgumentParser, *, without: str) -> None:
+    """Add everything that describes a capture; `without` says what holds where nothing does."""
+    text = "\n".join(textwrap.wrap(f"{without} {RULES}", 76))
+    group = parser.add_argument_group("capture", text)
     for setting in SETTINGS:
         extra: dict[str, Any] = {"dest": setting.key, "default": None}
         if setting.switch:
@@ -194,10 +203,20 @@ def add_capture_options(parser: argparse.ArgumentParser) -> None:
         else:
             extra["metavar"] = setting.key.upper()
         group.add_argument(*setting.flags, help=_help(setting), **extra)
-    group.add_argument("--settings", metavar="FILE", help="YAML file with settings by key")
+    group.add_argument("--settings", metavar="FILE", help="YAML file with settings by name")
     group.add_argument("--pod-manifest", metavar="FILE", help="settings from a pod's annotations")
-    group.add_argument("--mode", choices=("sidecar", "ambient"), default="sidecar")
-    group.add_argument("--gate", choices=("closed", "open", "listener"), default="closed")
+    parser.add_argument(
+        "--mode",
+        choices=("sidecar", "ambient"),
+        default="sidecar",
+        help="kind of pod (sidecar; ambient is not in this version)",
+    )
+    parser.add_argument(
+        "--gate",
+        choices=("closed", "open", "listener"),
+        default="closed",
+        help="for a running agent (closed; the others are not in this version)",
+    )
     for name in IGNORED_SWITCHES:
         parser.add_argument(name, nargs="?", const="true", help=argparse.SUPPRESS)
     for name in IGNORED_VALUES:

@@ -1,9 +1,11 @@
 """How commands speak: people get lines, machines one JSON document, errors go to stderr."""
 
+import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from agent.model.errors import AgentError, InvalidSettings
 
@@ -17,9 +19,53 @@ def paint(text: str, colour: str) -> str:
     return f"\033[{colour}m{text}\033[0m"
 
 
+def add_output_option(parser: argparse.ArgumentParser, *flags: str) -> None:
+    parser.add_argument(
+        *flags,
+        "--output",
+        choices=("table", "json"),
+        default="table",
+        help="lines for people or one JSON document (table)",
+    )
+
+
 def print_json(document: object) -> None:
     json.dump(document, sys.stdout, indent=2)
     sys.stdout.write("\n")
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """Print to a reader who may leave early (`| head`): that changes no exit code.
+
+    All that is written in here is flushed, because at the end of the process it would be too late
+    to do anything about a reader who has gone.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+
+
+def _discard_stdout() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it has to be."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns as wide as their widest cell."""
+    lines = [list(head), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def warn(sentences: Iterable[str]) -> None:

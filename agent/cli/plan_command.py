@@ -1,6 +1,7 @@
-"""Print what would be programmed, without privileges; with --netns, what would change there."""
+"""Print what would be programmed; with --netns (needs root), what would change there."""
 
 import argparse
+import sys
 from dataclasses import asdict
 
 from agent.capture.check import check
@@ -8,7 +9,7 @@ from agent.capture.inputs import settings_for
 from agent.cli import output
 from agent.cli.apply_command import add_backend_option
 from agent.cli.check_command import to_json
-from agent.cli.options import add_capture_options, raw_settings
+from agent.cli.options import WITHOUT, add_capture_options, raw_settings
 from agent.cli.target import add_netns_option, opened
 from agent.formats import iptables_save, nft_text
 from agent.model.plan import CapturePlan, plan
@@ -19,20 +20,28 @@ EXAMPLES = """examples:
   intercept-agent plan --pod-manifest web.yaml --format nft
   intercept-agent plan --netns web -i 10.0.0.0/8       + would be added, - removed, ~ moved
 """
+VERBOSE = "say on stderr which settings were used"
 TABLE = "intercept-agent"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser, required=False)
     add_backend_option(parser)
-    parser.add_argument("--format", choices=("restore", "nft"), default="restore")
-    parser.add_argument("--output", choices=("table", "json"), default="table")
-    add_capture_options(parser)
+    parser.add_argument(
+        "--format",
+        choices=("restore", "nft"),
+        default="restore",
+        help="iptables-restore or nft text (restore); with --netns it has no effect",
+    )
+    output.add_output_option(parser)
+    add_capture_options(parser, without=WITHOUT)
 
 
 def run(arguments: argparse.Namespace) -> int:
     raw = raw_settings(arguments)
     settings = settings_for(raw, None)
+    if arguments.verbose:
+        print(f"settings: {dump(settings)}", file=sys.stderr)
     if arguments.netns:
         return _difference(arguments, raw)
     output.warn(settings.warnings())
@@ -76,10 +85,11 @@ def _difference(arguments: argparse.Namespace, raw: dict[str, object]) -> int:
     with opened(arguments.netns) as target:
         settings = settings_for(raw, target)
         report = check(target.netns, settings, backend=arguments.backend)
-        if arguments.output == "json":
-            output.print_json(to_json(target, report))
-        else:
-            output.warn(report.warnings)
-            for difference in report.differences:
-                print(difference.line())
+        with output.printing():
+            if arguments.output == "json":
+                output.print_json(to_json(target, report))
+            else:
+                output.warn(report.warnings)
+                for difference in report.differences:
+                    print(difference.line())
     return 1 if report.differences else 0

@@ -3,20 +3,22 @@
 import argparse
 
 from agent.capture.apply import remove
-from agent.cli.apply_command import report
+from agent.cli import output
+from agent.cli.apply_command import VERBOSE, report
 from agent.cli.target import add_netns_option, opened
 
 EXAMPLES = """examples:
   intercept-agent remove --netns web
   intercept-agent remove --netns web --dry-run         show the writes, make none
 """
+__all__ = ["EXAMPLES", "VERBOSE", "add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser)
-    parser.add_argument("--host", action="store_true", help="allow the node's own namespace")
-    parser.add_argument("-n", "--dry-run", action="store_true", help="write nothing")
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    parser.add_argument("--host", action="store_true", help="allow the node's own namespace too")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="list the writes, make none")
+    output.add_output_option(parser, "-o")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ def add_netns_option(parser: argparse.ArgumentParser, *, required: bool = True) 
         "--netns",
         metavar="NS",
         required=required,
-        help="a path, a name under /run/netns, pid:N, container:ID, pod:NAMESPACE/NAME or self",
+        help="a name under /run/netns, a path, pid:N, container:ID or self",
     )
 
 

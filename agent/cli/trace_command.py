@@ -20,18 +20,33 @@ EXAMPLES = """examples:
   intercept-agent trace --netns web --in --from 10.0.0.7 --to 10.0.0.5:8080
   intercept-agent trace --netns web --uid 1000 --to 10.96.0.10:53 --proto udp -o json
 """
+VERBOSE = "as --all"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser)
-    parser.add_argument("--uid", metavar="U", help="user of the sending process (0)")
-    parser.add_argument("--gid", metavar="G", help="its group (as --uid)")
-    parser.add_argument("--to", metavar="ADDR:PORT", required=True, help="destination")
-    parser.add_argument("--from", dest="source", metavar="ADDR", help="source address")
-    parser.add_argument("--proto", choices=("tcp", "udp"), default="tcp")
-    parser.add_argument("--in", dest="inbound", action="store_true", help="a packet that arrives")
-    parser.add_argument("--all", action="store_true", help="show every rule that was looked at")
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    parser.add_argument("--uid", metavar="U", help="user id of the sending process (0)")
+    parser.add_argument("--gid", metavar="G", help="its group id (as --uid)")
+    parser.add_argument(
+        "--to", metavar="ADDR:PORT", required=True, help="destination; IPv6 is [ADDR]:PORT"
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="ADDR",
+        help="source address (outbound: the one that its route gives)",
+    )
+    parser.add_argument("--proto", choices=("tcp", "udp"), default="tcp", help="protocol (tcp)")
+    parser.add_argument(
+        "--in",
+        dest="inbound",
+        action="store_true",
+        help="a packet that arrives from outside, not one that is sent",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="sum up no long runs of rules that do not match"
+    )
+    output.add_output_option(parser, "-o")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         output.print_json(render.to_json(found))
     else:
         output.warn(state.unreadable)
-        print(render.to_text(found, all_rules=arguments.all), end="")
+        print(render.to_text(found, all_rules=arguments.all or arguments.verbose), end="")
     return 0
 
 
@@ -57,6 +72,8 @@ def _packet(arguments: argparse.Namespace) -> Packet:
     source = _address("--from", arguments.source, problems) if arguments.source else None
     uid: int | None = _identity("--uid", arguments.uid or "0", problems)
     gid = _identity("--gid", arguments.gid, problems) if arguments.gid else uid
+    if arguments.inbound and (arguments.uid or arguments.gid):
+        problems.append("--uid and --gid are of a sender in the namespace, which --in has not")
     if arguments.inbound:  # a packet that arrives belongs to no process here
         uid = gid = None
     if source is not None and destination is not None and source.version != destination.version:

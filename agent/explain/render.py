@@ -57,9 +57,9 @@ def _heading(step: Step) -> tuple[int, str, str]:
 
 def _packet_line(trace: Trace) -> str:
     packet = trace.packet
-    source = "an unknown source" if packet.source is None else str(packet.source)
-    way = f"in by {packet.in_interface or '?'}" if trace.inbound else _out(packet)
-    return f"{_subject(trace)}, source {source}, {way}"
+    if trace.inbound:
+        return f"{_subject(trace)}, in by {packet.in_interface or '?'}"
+    return f"{_subject(trace)}, source {packet.source or 'unknown'}, {_out(packet)}"
 
 
 def _out(packet: Packet) -> str:

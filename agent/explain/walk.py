@@ -209,7 +209,10 @@ class _Walk:
             return self._lost(branch, f"{packet.source} may not leave by {route.interface}")
         if route.interface != branch.route:
             branch.route = route.interface
-            self._journal.event(branch, f"will leave by {route.interface}; -o stays until then")
+            self._journal.event(
+                branch,
+                f"is routed anew: leaves by {route.interface}, which -o shows only after OUTPUT",
+            )
         return True
 
     # --- rules -----------------------------------------------------------------------------------

@@ -96,6 +96,11 @@ class Settings:
                 "nothing is captured: no inbound ports (--istio-inbound-ports), no outbound ranges "
                 "(--istio-service-cidr) and no outbound ports (--istio-outbound-ports) are included"
             )
+        elif not (self.inbound_ports_include or outbound):
+            found.append(
+                "only DNS is captured: no inbound ports (--istio-inbound-ports) and no outbound "
+                "ranges or ports (--istio-service-cidr, --istio-outbound-ports) are included"
+            )
         if self.inbound_ports_exclude and not self.inbound_ports_include.everything:
             found.append(
                 "inbound_ports_exclude has no effect: it only narrows inbound_ports_include '*'"

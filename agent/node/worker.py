@@ -114,7 +114,9 @@ def _do(request: Mapping[str, Any], fd: int) -> dict[str, object]:
     """Do one job and return its result, or its error in words."""
     try:
         status = os.fstat(fd)
-        with Netns(str(request.get("name", "a pod")), NetnsId(status.st_dev, status.st_ino), fd) as n:
+        with Netns(
+            str(request.get("name", "a pod")), NetnsId(status.st_dev, status.st_ino), fd
+        ) as n:
             refuse_node(n, is_self=False)
             return {"result": JOBS[request["job"]](n, request)}
     except InvalidSettings as error:

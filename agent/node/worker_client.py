@@ -11,13 +11,15 @@ import json
 import os
 import socket
 import struct
-import subprocess
 import sys
+from asyncio.subprocess import Process
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agent.model.errors import AgentError
+
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 HEADER = struct.Struct("!I")
 MAX_REPLY = 64 * 1024 * 1024
@@ -43,7 +45,7 @@ class WorkerClient:
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._socket: socket.socket | None = None
         self._reader: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()
@@ -82,21 +84,24 @@ class WorkerClient:
         finally:
             self._waiting.pop(number, None)
         if "error" in reply:
-            error = reply["error"]
-            raise JobFailed(error["kind"], error["message"], error["exit_code"])
+            said = reply["error"]
+            raise JobFailed(said["kind"], said["message"], said["exit_code"])
         result: Mapping[str, Any] = reply["result"]
         return result
 
     async def close(self) -> None:
         """End the worker; captures stay as they are."""
+        process = self._process
         self._kill()
+        if process is not None:
+            await process.wait()
         if self._reader is not None:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
 
     async def _running(self) -> socket.socket:
-        if self._socket is None or self._process is None or self._process.poll() is not None:
+        if self._socket is None or self._process is None or self._process.returncode is not None:
             self._kill()
             await self._start()
         assert self._socket is not None
@@ -104,13 +109,12 @@ class WorkerClient:
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        root = str(Path(__file__).resolve().parents[2])
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "agent.node.worker", str(theirs.fileno())],
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "agent.node.worker", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": root},
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": PACKAGE_ROOT},
             )
         self._socket = ours
         self.restarts += 1
@@ -121,7 +125,7 @@ class WorkerClient:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        process: subprocess.Popen[bytes],
+        process: Process,
     ) -> None:
         broken = (asyncio.IncompleteReadError, ConnectionError, ValueError)
         with contextlib.closing(writer), contextlib.suppress(*broken):
@@ -147,6 +151,6 @@ class WorkerClient:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if process is not None:
-            process.kill()
-            process.wait()
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()

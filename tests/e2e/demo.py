@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -158,8 +159,12 @@ def main() -> int:
         return 3
     signal.signal(signal.SIGTERM, _interrupted)
     try:
-        with Pod() as pod:
+        with tempfile.TemporaryDirectory(prefix="it-") as state, Pod() as pod:
+            os.environ["INTERCEPT_STATE_DIR"] = state  # interrupted, it leaves no record behind
             show(pod)
+    except BrokenPipeError:  # nobody reads on (`make run | head`); what was made is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("\nInterrupted. Everything that the demo made is gone again.", file=sys.stderr)
         return 130

@@ -33,7 +33,7 @@ from tests.support.netns import inside, path_of
 pytestmark = pytest.mark.netns
 
 TABLE = "it-mesh"
-CASES = Path(__file__).parents[2].parent / "shared" / "cases"
+CASES = Path(__file__).parents[1] / "cases"
 RANDOM_SETTINGS = 120
 SILENCE_S = 0.7  # longer than an answer on lo takes, shorter than the second SYN
 
@@ -58,7 +58,7 @@ def loaded(nft: Nft, table: str = TABLE) -> Rulesets | None:
 
 
 def written_settings() -> dict[str, Settings]:
-    """Return settings that use every rule there is, for where the shared cases are not."""
+    """Return settings that use every rule there is, for where no case does."""
     everything = {
         "inbound_ports_include": "*",
         "outbound_ip_ranges_include": "*",
@@ -78,16 +78,15 @@ def written_settings() -> dict[str, Settings]:
 
 
 class GroupNames(NoNames):
-    """The groups that the shared cases name."""
+    """The groups that the cases name."""
 
     def gid(self, name: str) -> int | None:
         return {"java": 5001, "ftp": 5002}.get(name)
 
 
 def cases() -> list[dict[str, Any]]:
-    """Return the shared conformance cases; none where they are not."""
-    path = CASES / "sidecar.json"
-    return list(json.loads(path.read_text())) if path.exists() else []
+    """Return the conformance cases."""
+    return list(json.loads((CASES / "sidecar.json").read_text()))
 
 
 SETTINGS = {
@@ -107,7 +106,7 @@ def test_plan_reads_back_and_loads_again(nft: Nft, name: str) -> None:
 
 
 def golden_rulesets() -> dict[str, Rulesets]:
-    """Return what the kernel held for each shared case, as iptables-save printed it."""
+    """Return what the kernel held for each case, as iptables-save printed it."""
     found: dict[str, Rulesets] = {"everything": plan(SETTINGS["everything"]).rulesets}
     for case in cases():
         texts = {f: case[f"canonical_v{f.version}"] for f in Family}

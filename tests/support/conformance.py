@@ -161,12 +161,8 @@ class Golden:
         return "ftp" in str(self.config.get("owner_groups_exclude", ""))
 
 
-@cache
 def cases_dir() -> Path:
-    for folder in ROOT.parents:
-        if (folder / "shared/cases/sidecar.json").is_file():
-            return folder / "shared/cases"
-    raise FileNotFoundError(f"there is no shared/cases in any folder above {ROOT}")
+    return ROOT / "tests" / "cases"
 
 
 def defaults() -> dict[str, object]:

@@ -60,9 +60,13 @@ def test_open_policy_lets_a_mesh_pod_start() -> None:
     assert call("ADD", mesh) == (0, RESULT)
 
 
-@pytest.mark.parametrize("verb", ["DEL", "GC"])
-def test_removal_always_succeeds_without_output(verb: str) -> None:
-    assert call(verb, "garbage") == (0, None)
+@pytest.mark.parametrize("text", ["garbage", "", "{}", "[" * 100_000])
+def test_del_always_succeeds_without_output(text: str) -> None:
+    assert call("DEL", text) == (0, None)
+
+
+def test_gc_without_an_agent_succeeds() -> None:
+    assert call("GC", config()) == (0, None)
 
 
 def test_status_says_that_an_add_would_fail() -> None:
