@@ -7,10 +7,9 @@ another rule by the time the kernel reads it.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 
 from agent.formats.iptables_save import render_spec
-from agent.model.ruleset import BUILTIN_CHAINS, Chain, Rule, Ruleset, Table
+from agent.model.ruleset import BUILTIN_CHAINS, Chain, Rule, Ruleset, Table, matching
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,8 @@ def _chain_edit(have: Chain | None, want: Chain, *, builtin: bool) -> ChainEdit 
     if loaded == want.rules:
         return None
     kept = _kept(loaded, want.rules)
-    delete = tuple(rule for i, rule in enumerate(loaded) if i not in {a for a, _ in kept})
+    staying = {a for a, _ in kept}
+    delete = tuple(rule for i, rule in enumerate(loaded) if i not in staying)
     positions = {b for _, b in kept}
     insert = tuple((i + 1, rule) for i, rule in enumerate(want.rules) if i not in positions)
     return ChainEdit(want.name, rewrite=False, delete=delete, insert=insert)
@@ -110,8 +110,7 @@ def _kept(loaded: tuple[Rule, ...], wanted: tuple[Rule, ...]) -> set[tuple[int, 
     Deleting by value takes the first rule that is equal. So where some copies of a rule would go
     and others stay, all of them go and the wanted ones are written again.
     """
-    blocks = SequenceMatcher(None, loaded, wanted, autojunk=False).get_matching_blocks()
-    pairs = {(b.a + i, b.b + i) for b in blocks for i in range(b.size)}
+    pairs = matching(loaded, wanted)
     staying = {a for a, _ in pairs}
     going = {rule for i, rule in enumerate(loaded) if i not in staying}
     return {(a, b) for a, b in pairs if loaded[a] not in going}

@@ -35,7 +35,10 @@ class Session:
             netns.learn_cookie()
             return FilterEye(), NetlinkSocket(NETLINK_ROUTE)
 
-        eye, rtnl = netns.run(open_all)
+        try:
+            eye, rtnl = netns.run(open_all)
+        except OSError as error:
+            raise EnvironmentLacks(f"cannot look into {netns.path}: {error.strerror}") from error
         return cls(netns, eye, rtnl, lock_fd)
 
     @cached_property

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from agent.backends import registry
 from agent.backends.protocol import Backend
-from agent.backends.session import writing
+from agent.backends.session import Session, writing
 from agent.capture import record, transition
-from agent.capture.observe import observe
+from agent.capture.observe import hidden, observe
 from agent.capture.transition import BeforeStep, no_hook
 from agent.kernel.netns import Netns
 from agent.model.errors import StateUnreadable
 from agent.model.plan import plan
 from agent.model.settings import Settings, dump
 from agent.model.state import NFTABLES, NamespaceState
-from agent.model.wanted import Known, before_of, captured, captures, uncaptured
+from agent.model.wanted import Before, Known, before_of, captured, captures, uncaptured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ def apply(
         have = observe(session)
         chosen = registry.choose(backend, have)
         _refuse_unreadable(have, chosen)
+        _refuse_hidden(session, have)
         known, found = _known(netns, have)
         change = transition.prepare(
             session, have, lambda state: captured(state, wanted, chosen.name, known)
@@ -78,6 +79,7 @@ def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_
     started = time.monotonic()
     with writing(netns) as session:
         have = observe(session)
+        _refuse_hidden(session, have)
         known, _ = _known(netns, have)
         change = transition.prepare(session, have, lambda state: uncaptured(state, known))
         if not dry_run:
@@ -101,12 +103,26 @@ def _refuse_unreadable(have: NamespaceState, chosen: Backend) -> None:
             raise StateUnreadable(f"{reason}; nothing was written. Use --backend {NFTABLES}")
 
 
+def _refuse_hidden(session: Session, have: NamespaceState) -> None:
+    """Refuse to call a namespace captured anew, or free, while an old capture cannot be reached."""
+    if found := hidden(session, have):
+        raise StateUnreadable(f"{'; '.join(found)}; nothing was written")
+
+
 def _known(netns: Netns, have: NamespaceState) -> tuple[Known, record.Record | None]:
-    """Return what is known of the capture that stands here; a record without its rules is stale."""
+    """Return what is known of the capture that stands here.
+
+    A record whose rules somebody flushed is stale, but for the routes, which a flush leaves.
+    """
     found = record.load(netns)
-    if found is None or not captures(have):
+    if found is None:
         return Known(), None
-    return found.known(), found
+    known = found.known()
+    if captures(have):
+        return known, found
+    plans = tuple(replace(one, rulesets={}) for one in known.plans)
+    shells = before_of(have).shells | found.before.shells
+    return Known(plans, Before(shells, found.before.routes)), None
 
 
 @contextlib.contextmanager

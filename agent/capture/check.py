@@ -1,18 +1,19 @@
 """Tells whether a namespace is captured as its settings say. Reads only."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.backends import registry
+from agent.backends.nftables import TABLE
 from agent.backends.session import reading
 from agent.capture import record
 from agent.capture.difference import Difference, differences
-from agent.capture.observe import observe
+from agent.capture.observe import hidden, observe
 from agent.formats.iptables_save import render_rule
 from agent.kernel.netns import Netns
 from agent.model import owned
 from agent.model.plan import CapturePlan, plan
-from agent.model.ruleset import BUILTIN_CHAINS, Ruleset
+from agent.model.ruleset import BASIC, BUILTIN_CHAINS, Rule, Ruleset
 from agent.model.settings import Settings
 from agent.model.state import (
     IPTABLES_LEGACY,
@@ -26,6 +27,8 @@ from agent.model.wanted import Known, captured, captures
 TRANSLATIONS = frozenset({"REDIRECT", "DNAT"})
 OWN_NAT_PRIORITY = -101
 IPTABLES_NAT_PRIORITY = -100
+CONNTRACK_PRIORITY = -200
+OWN_TABLES = frozenset({TABLE, registry.GUARD_TABLE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,9 @@ def check(netns: Netns, settings: Settings, *, backend: str = "auto") -> Report:
     Raises: StateUnreadable, EnvironmentLacks.
     """
     with reading(netns) as session:
-        return compare(observe(session), plan(settings), backend, _known(netns), settings)
+        have = observe(session)
+        report = compare(have, plan(settings), backend, _known(netns), settings)
+        return replace(report, foreign=(*report.foreign, *hidden(session, have)))
 
 
 def compare(
@@ -79,13 +84,37 @@ def foreign_ahead(have: NamespaceState, wanted: CapturePlan, backend: str) -> tu
         found += _ahead_in_chain(backend, ruleset, wanted.rulesets.get(family))
     if backend != NFTABLES:
         found += _other_flavour(have, backend)
-    found += (
-        f"nftables {base.family} table {base.table}, chain {base.name}: {base.rules} foreign rules "
-        f"at priority {base.priority} of {base.hook} may translate before the capture"
-        for base in have.base_chains
-        if _runs_before(base, backend)
-    )
+    for flavour in (IPTABLES_NFT, IPTABLES_LEGACY):
+        found += _untracked(have, flavour)
+    for base in have.base_chains:
+        where = f"nftables {base.family} table {base.table}, chain {base.name}"
+        if _runs_before(base, backend):
+            what = f"at priority {base.priority} of {base.hook} may translate before the capture"
+            found.append(f"{where}: {base.rules} foreign rules {what}")
+        elif base.untracks and base.priority < CONNTRACK_PRIORITY and not base.is_xtables:
+            found.append(f"{where}: notrack takes packets past the capture, which needs conntrack")
     return tuple(found)
+
+
+def _untracked(have: NamespaceState, flavour: str) -> Iterator[str]:
+    """What conntrack does not see is not translated, whatever the nat table says."""
+    for family, ruleset in have.of(flavour).items():
+        table = owned.foreign(ruleset).table("raw")
+        for chain in table.chains if table else ():
+            for rule in chain.rules:
+                if _untracks(rule):
+                    text = render_rule(chain.name, rule)
+                    yield f"{flavour} {family} raw: takes packets past the capture: {text}"
+
+
+def _untracks(rule: Rule) -> bool:
+    protocol = rule.option(BASIC, "-p")
+    if protocol and not protocol.negated and protocol.values != ("tcp",):
+        return False
+    target = rule.target
+    return target is not None and (
+        target.name == "NOTRACK" or any(o.name == "--notrack" for o in target.options)
+    )
 
 
 def _ahead_in_chain(backend: str, loaded: Ruleset, wanted: Ruleset | None) -> Iterator[str]:
@@ -115,7 +144,13 @@ def _other_flavour(have: NamespaceState, backend: str) -> Iterator[str]:
 
 
 def _runs_before(base: BaseChain, backend: str) -> bool:
-    """Only a translation can take a connection from a later one."""
-    if base.type != "nat" or not base.rules or base.table.startswith("intercept-agent"):
+    """Only a translation can take a connection from a later one.
+
+    At equal priority the kernel asks the chain first that was made last (kernel fact 11), and who
+    that is cannot be read back.
+    """
+    if base.type != "nat" or not base.rules or (base.family == "inet" and base.table in OWN_TABLES):
         return False
-    return base.priority < (OWN_NAT_PRIORITY if backend == NFTABLES else IPTABLES_NAT_PRIORITY)
+    if backend == NFTABLES:
+        return base.priority <= OWN_NAT_PRIORITY
+    return base.priority <= IPTABLES_NAT_PRIORITY and not base.is_xtables

@@ -3,11 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 
 from agent.formats.iptables_save import render_rule
 from agent.model import owned
-from agent.model.ruleset import Chain, Family, Rule, Ruleset
+from agent.model.ruleset import Chain, Family, Rule, Ruleset, matching
 from agent.model.state import NamespaceState, routes_without
 
 
@@ -76,9 +75,9 @@ def _chains(
         yield Difference(**place, chain=name, sign=sign, text=f"chain {name}")
     if loaded == wanted:
         return
-    blocks = SequenceMatcher(None, loaded, wanted, autojunk=False).get_matching_blocks()
-    same_a = {b.a + i for b in blocks for i in range(b.size)}
-    same_b = {b.b + i for b in blocks for i in range(b.size)}
+    pairs = matching(loaded, wanted)
+    same_a = {a for a, _ in pairs}
+    same_b = {b for _, b in pairs}
     extra = [(i, r) for i, r in enumerate(loaded) if i not in same_a]
     missing = [(i, r) for i, r in enumerate(wanted) if i not in same_b]
     moved = Counter(r for _, r in extra) & Counter(r for _, r in missing)

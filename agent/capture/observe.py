@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent.backends import registry
+from agent.backends.nftables import TABLE
 from agent.backends.session import Session
 from agent.formats import nft_json
 from agent.kernel import routing
+from agent.model import owned
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import Rulesets
 from agent.model.state import BaseChain, NamespaceState
+from agent.model.wanted import captures
 
 READ_ATTEMPTS = 5
 REMEMBERED = 128
@@ -51,6 +54,25 @@ def observe(session: Session) -> NamespaceState:
         routes=routes,
         base_chains=filters.base_chains,
         unreadable=filters.unreadable,
+    )
+
+
+def hidden(session: Session, have: NamespaceState) -> tuple[str, ...]:
+    """Return sentences about captures that the kernel holds and nobody here can show or change.
+
+    Raises: StateUnreadable.
+    """
+    if not have.unreadable and session.nft is not None:
+        return ()
+    try:
+        signs = session.eye.capture_signs(owned.CHAIN_PREFIX, TABLE)
+    except OSError as error:
+        raise StateUnreadable(f"cannot read the loaded rules: {error.strerror}") from error
+    why = dict(reason.split(": ", 1) for reason in have.unreadable)
+    return tuple(
+        f"a capture is loaded in {name}, which cannot be read here: "
+        + why.get(name, "neither libnftables.so.1 nor nft is installed (package nftables)")
+        for name in sorted(signs - set(captures(have)))
     )
 
 

@@ -6,6 +6,7 @@ record does no harm: rules are then recognised by name and shape alone.
 """
 
 import contextlib
+import ipaddress
 import json
 import os
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def load(netns: Netns) -> Record | None:
     try:
         document = json.loads(path.read_text())
         return _decode(document) if document["cookie"] == netns.cookie() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -139,7 +140,14 @@ def _encode_route(route: Route) -> list[object]:
 def _decode_route(words: Any) -> Route:
     kind, family = words[0], Family(words[1])
     if kind == "rule":
-        return PolicyRule(family, int(words[2]), int(words[3]))
+        return PolicyRule(family, _word(words[2]), _word(words[3]))
     if kind == "route":
-        return LocalRoute(family, int(words[2]))
-    return LoopbackAddress(family, str(words[2]))
+        return LocalRoute(family, _word(words[2]))
+    return LoopbackAddress(family, str(ipaddress.IPv6Interface(words[2])))
+
+
+def _word(value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < 2**32:
+        raise ValueError(f"{number} is no mark and no route table")
+    return number

@@ -60,7 +60,7 @@ def _applied(target: Target) -> tuple[dict[str, object], str]:
     And the words for which of the two they are.
     """
     found = record.load(target.netns)
-    if found is None:
+    if found is None or not found.known().plans:  # none, or of a version that is not understood
         return dict(pod.DEFAULTS), "a whole captured pod (nothing is on record here)"
     return dict(found.settings), "what was applied here"
 
@@ -89,10 +89,8 @@ def _print(
         print(f"{target.name}: {output.paint('in sync', output.GREEN)} ({report.backend})")
     else:
         found = output.count(len(report.differences) + len(report.foreign), "difference")
-        print(
-            f"{target.name}: {output.paint(found, output.RED)} "
-            f"({report.backend}); `intercept-agent apply` puts it right"
-        )
+        mends = "; `intercept-agent apply` puts it right" if report.differences else ""
+        print(f"{target.name}: {output.paint(found, output.RED)} ({report.backend}){mends}")
     failed = sum(result.outcome is Outcome.FAILED for result in probes)
     if failed:
         lost = output.paint(f"{output.count(failed, 'probe')} failed", output.RED)

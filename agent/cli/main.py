@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from agent.cli import output
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, EnvironmentLacks
 
 COMMANDS = {
     "plan": "print what would be programmed",
@@ -15,6 +15,10 @@ COMMANDS = {
     "check": "tell whether a namespace is captured as it should be",
     "remove": "take a capture out of a namespace",
     "trace": "walk one packet through the loaded rules",
+    "run": "run the agent of this node",
+    "pods": "list the pods that the running agent knows",
+    "status": "show how the running agent is",
+    "events": "show what happened to pods",
 }
 
 
@@ -67,6 +71,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return code
     except AgentError as error:
         return output.fail(error)
+    except OSError as error:  # no more files, processes or memory
+        where = f"{error.filename}: " if error.filename else ""
+        return output.fail(EnvironmentLacks(f"{where}{error.strerror or error}"))
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130

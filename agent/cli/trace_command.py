@@ -8,9 +8,10 @@ from agent.capture.observe import observe
 from agent.cli import output
 from agent.cli.target import add_netns_option, opened
 from agent.explain import render
-from agent.explain.trace import trace
+from agent.explain.trace import not_walked, trace
 from agent.kernel.topology import read_host
 from agent.model.errors import InvalidSettings
+from agent.model.host import loopback
 from agent.model.packet import Address, Packet
 from agent.model.values import MAX_ID, MAX_PORT
 
@@ -55,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         state = observe(session)
         found = trace(state, read_host(target.netns), packet, inbound=arguments.inbound)
     if arguments.output == "json":
-        output.print_json(render.to_json(found))
+        output.print_json({**render.to_json(found), "not_walked": list(not_walked(state))})
     else:
-        output.warn(state.unreadable)
+        output.warn(not_walked(state))
         print(render.to_text(found, all_rules=arguments.all or arguments.verbose), end="")
     return 0
 
@@ -96,7 +97,15 @@ def _endpoint(text: str, problems: list[str]) -> tuple[Address | None, int]:
         problems.append(f"--to {text!r}: write ADDRESS:PORT, or [ADDRESS]:PORT for IPv6")
         return None, 0
     number = _number("--to", port, 1, MAX_PORT, problems)
-    return _address("--to", address.strip("[]"), problems), number
+    found = _address("--to", address.strip("[]"), problems)
+    return None if found is None else _dialled(found), number
+
+
+def _dialled(address: Address) -> Address:
+    """Return where the kernel sends what is dialled: 0.0.0.0 and :: are this host itself."""
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return loopback(address) if address.is_unspecified else address
 
 
 def _address(option: str, text: str, problems: list[str]) -> Address | None:

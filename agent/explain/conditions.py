@@ -255,10 +255,6 @@ def _probability(text: str, packet: Packet, host: Host) -> bool | None:
     return True if chance >= 1 else False if chance <= 0 else None
 
 
-def _always(values: Values, packet: Packet, host: Host) -> bool:
-    return True
-
-
 def _group_of_ports(module: str) -> dict[tuple[str, str], Test]:
     return {
         (module, "--sport"): lambda v, p, h: ports(v, p.sport),

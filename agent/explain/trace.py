@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from agent.backends import registry
+from agent.backends.nftables import TABLE
 from agent.explain.branch import Layer
 from agent.explain.walk import walk
 from agent.model.host import Host
@@ -13,6 +14,24 @@ from agent.model.state import NFTABLES, NamespaceState
 def trace(state: NamespaceState, host: Host, packet: Packet, *, inbound: bool) -> Trace:
     """Return the walk of a packet through every loaded set of rules. Pure."""
     return walk(layers(state), packet, host, inbound=inbound)
+
+
+def not_walked(state: NamespaceState) -> tuple[str, ...]:
+    """Return sentences about loaded rules that the walk leaves out: a verdict holds without them.
+
+    Rules that others wrote for nf_tables itself are in no table of iptables and not in ours.
+    """
+    ours = {TABLE, registry.GUARD_TABLE}
+    native = (
+        f"nftables {base.family} table {base.table}, chain {base.name} ({base.hook}, priority "
+        f"{base.priority}, policy {base.policy}) was not walked: {base.rules} rules"
+        for base in state.base_chains
+        if base.family in ("ip", "ip6", "inet", "netdev")
+        and (base.rules or base.policy != "accept")
+        and not (base.family == "inet" and base.table in ours)
+        and not base.is_xtables
+    )
+    return (*state.unreadable, *native)
 
 
 def layers(state: NamespaceState) -> Sequence[Layer]:

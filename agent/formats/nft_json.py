@@ -49,11 +49,14 @@ def base_chains(document: object) -> list[BaseChain]:
     Raises: NftJsonError.
     """
     rules: dict[tuple[str, str, str], int] = {}
+    untracking = set()
     found = []
     for kind, item in _items(document):
         if kind == "rule":
             place = (_text(item, "family"), _text(item, "table"), _text(item, "chain"))
             rules[place] = rules.get(place, 0) + 1
+            if _untracks(item.get("expr")):
+                untracking.add(place[:2])
         elif kind == "chain" and "hook" in item:
             found.append(item)
     chains = []
@@ -68,9 +71,17 @@ def base_chains(document: object) -> list[BaseChain]:
                 priority=priority if isinstance(priority, int) else 0,
                 policy=_text(item, "policy") or "accept",
                 rules=rules.get(place, 0),
+                untracks=place[:2] in untracking,
             )
         )
     return sorted(chains, key=lambda c: (c.hook, c.priority))
+
+
+def _untracks(expressions: object) -> bool:
+    """Whether a rule takes packets out of connection tracking that may be of TCP."""
+    if not isinstance(expressions, list) or {"notrack": None} not in expressions:
+        return False
+    return not any(f'"protocol": "{name}"' in json.dumps(expressions) for name in ("udp", "icmp"))
 
 
 def parse_table(document: object, name: str) -> Rulesets | None:

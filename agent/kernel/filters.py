@@ -25,6 +25,9 @@ NFNL_SUBSYS_NFTABLES = 10
 NFT_MSG_GETTABLE, NFT_MSG_GETCHAIN, NFT_MSG_GETRULE, NFT_MSG_GETSET = 1, 4, 7, 10
 NFGENMSG_SIZE = 4
 NFTA_TABLE_FLAGS = 2
+NFTA_CHAIN_NAMES = (1, 3)  # of its table, and its own
+NFPROTO_INET, XTABLES_FAMILIES = 1, (2, 10)  # linux/netfilter.h; IPv4 and IPv6
+NO_NFTABLES = (errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
 
 # A counter expression: its name, then bytes and packets as big-endian 64-bit numbers. Whether the
 # attribute around them has the flag for nesting (0x8000) set differs between kernels.
@@ -45,7 +48,6 @@ NFT_QUOTA = re.compile(
 # linux/netfilter_ipv4/ip_tables.h; IPv6 has the same numbers one level further.
 SO_GET_INFO = 64
 SO_GET_ENTRIES = 65
-TABLE_NAME_SIZE = 32
 INFO = struct.Struct("=32sI5I5III")
 ENTRIES_HEADER = struct.Struct("=32sI4x")
 
@@ -58,6 +60,8 @@ class Layout:
     next_offset: int
     counters: int
 
+
+ABSENT = (errno.ENOENT, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)
 
 LAYOUTS = {
     4: Layout(socket.IPPROTO_IP, next_offset=90, counters=96),
@@ -80,8 +84,11 @@ class FilterEye:
             try:
                 self._names[version] = os.open(f"/proc/thread-self/net/{name}", os.O_RDONLY)
                 self._raw[version] = socket.socket(kind, socket.SOCK_RAW, socket.IPPROTO_RAW)
-            except OSError:
-                continue  # a kernel without legacy tables, or without IPv6
+            except OSError as error:
+                # A kernel without legacy tables, or without IPv6. Anything else hides rules.
+                if error.errno not in ABSENT or not os.path.isdir("/proc/thread-self/net"):
+                    self.close()
+                    raise
 
     def legacy_tables(self) -> dict[int, tuple[str, ...]]:
         """Return the legacy tables that exist, by IP version. Asking iptables would create them."""
@@ -104,12 +111,46 @@ class FilterEye:
                 found.update(self._legacy_entries(version, name))
         return found.digest()
 
+    def capture_signs(self, prefix: str, table: str) -> frozenset[str]:
+        """Return the backends in which the kernel holds a chain named PREFIX*, or `inet TABLE`.
+
+        No tool is needed for this, so it tells of captures that the tools here cannot show.
+
+        Raises: OSError.
+        """
+        found = set()
+        for family, place, chain in self._nft_chains():
+            if (family, place) == (NFPROTO_INET, table):
+                found.add("nftables")
+            elif family in XTABLES_FAMILIES and chain.startswith(prefix):
+                found.add("iptables-nft")
+        for version, tables in self.legacy_tables().items():
+            if any(prefix.encode() in self._legacy_entries(version, name) for name in tables):
+                found.add("iptables-legacy")
+        return frozenset(found)
+
+    def _nft_chains(self) -> list[tuple[int, str, str]]:
+        """Return family, table and name of every chain; none from a kernel without nf_tables."""
+        kind = (NFNL_SUBSYS_NFTABLES << 8) | NFT_MSG_GETCHAIN
+        try:
+            messages = self.netfilter.dump(kind, bytes(NFGENMSG_SIZE))
+        except OSError as error:
+            if error.errno in NO_NFTABLES:
+                return []
+            raise
+        chains = []
+        for message in messages:
+            found = attributes(message.payload, NFGENMSG_SIZE)
+            table, chain = (found[n].rstrip(b"\0").decode() for n in NFTA_CHAIN_NAMES)
+            chains.append((message.payload[0], table, chain))
+        return chains
+
     def _nft_objects(self, kind: int) -> bytes:
         request = bytes(NFGENMSG_SIZE)
         try:
             messages = self.netfilter.dump((NFNL_SUBSYS_NFTABLES << 8) | kind, request)
         except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT):
+            if error.errno in NO_NFTABLES:
                 return b"|none|"  # a kernel without nf_tables
             raise
         # The generic header ends in the generation number, which every transaction changes. Which

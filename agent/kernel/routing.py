@@ -31,7 +31,11 @@ RTPROT_BOOT = 3
 RT_SCOPE_UNIVERSE, RT_SCOPE_HOST = 0, 254
 RTA_DST, RTA_OIF, RTA_TABLE = 1, 4, 15
 FR_ACT_TO_TBL = 1
-FRA_IIFNAME, FRA_PRIORITY, FRA_FWMARK, FRA_TABLE, FRA_FWMASK, FRA_OIFNAME = 3, 6, 10, 15, 16, 17
+FIB_RULE_INVERT = 0x02
+FRA_PRIORITY, FRA_FWMARK, FRA_SUPPRESS_PREFIXLEN, FRA_TABLE, FRA_FWMASK = 6, 10, 14, 15, 16
+FRA_PROTOCOL = 21
+# What the kernel says of a rule that selects by nothing but its mark.
+FRA_PLAIN = {FRA_PRIORITY, FRA_FWMARK, FRA_SUPPRESS_PREFIXLEN, FRA_TABLE, FRA_FWMASK, FRA_PROTOCOL}
 IFA_ADDRESS = 1
 IFA_F_NODAD = 0x02
 
@@ -67,14 +71,16 @@ def change(rtnl: NetlinkSocket, remove: Iterable[Route], add: Iterable[Route]) -
 
 
 def _policy_rules(rtnl: NetlinkSocket, family: Family) -> Iterator[PolicyRule]:
+    """Yield the rules that select by their whole mark alone; any other selector is somebody's."""
     for message in _dump(rtnl, RTM_GETRULE, RTMSG.pack(AF[family], 0, 0, 0, 0, 0, 0, 0, 0)):
-        _, dst_len, src_len, _, table, *_ = RTMSG.unpack_from(message)
+        _, dst_len, src_len, tos, table, _, _, action, flags = RTMSG.unpack_from(message)
         found = attributes(message, RTMSG.size)
-        if FRA_FWMARK not in found or dst_len or src_len:
+        if FRA_FWMARK not in found or dst_len or src_len or tos:
             continue
-        if FRA_IIFNAME in found or FRA_OIFNAME in found:
+        if action != FR_ACT_TO_TBL or flags & FIB_RULE_INVERT or set(found) - FRA_PLAIN:
             continue
-        if FRA_FWMASK in found and WORD.unpack(found[FRA_FWMASK])[0] != FULL_MASK:
+        whole = WORD.pack(FULL_MASK)  # which also stands for "suppresses nothing"
+        if any(found.get(a, whole) != whole for a in (FRA_FWMASK, FRA_SUPPRESS_PREFIXLEN)):
             continue
         table = WORD.unpack(found[FRA_TABLE])[0] if FRA_TABLE in found else table
         priority = WORD.unpack(found[FRA_PRIORITY])[0] if FRA_PRIORITY in found else 0

@@ -75,7 +75,7 @@ def interfaces_of(rulesets: Iterable[Ruleset]) -> frozenset[str]:
         arriving, leaving = (ruleset.chain("nat", name) for name in ("PREROUTING", "OUTPUT"))
         for rule in arriving.rules if arriving else ():
             option = rule.option(BASIC, "-i")
-            if _named(rule) and option is not None:
+            if is_named(rule) and option is not None:
                 found.update(option.values)
         if _has_capture_chain(ruleset):
             found |= set(_bare(arriving, "-i").values()) & set(_bare(leaving, "-o").values())
@@ -138,7 +138,7 @@ def _owned(
     table: str, chain: Chain, marks: frozenset[int], present: bool, evidence: Evidence
 ) -> frozenset[int]:
     """Return the indexes of the rules in a chain that belong to a capture."""
-    owned = {i for i, rule in enumerate(chain.rules) if _named(rule)}
+    owned = {i for i, rule in enumerate(chain.rules) if is_named(rule)}
     if chain.name not in BUILTIN_CHAINS.get(table, ()):
         return frozenset(owned)
     owned |= {i for i, rule in enumerate(chain.rules) if _shaped(table, rule, marks, present)}
@@ -153,7 +153,8 @@ def _owned(
     return frozenset(owned)
 
 
-def _named(rule: Rule) -> bool:
+def is_named(rule: Rule) -> bool:
+    """Tell a rule that leads into a capture's chain."""
     return rule.target is not None and is_capture_chain(rule.target.name)
 
 

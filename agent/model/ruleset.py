@@ -8,8 +8,9 @@ Values are kept as the text that iptables-save prints (`0x539`, `127.0.0.6/32`),
 nobody here understands survives a round trip letter for letter.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from enum import StrEnum
 
 
@@ -153,6 +154,25 @@ def ruleset_of(family: Family, rules: Mapping[str, Mapping[str, Iterable[Rule]]]
         ]
         tables.append(Table(table, sort_chains(table, chains)))
     return Ruleset(family, tuple(tables))
+
+
+def matching(loaded: Sequence[Rule], wanted: Sequence[Rule]) -> set[tuple[int, int]]:
+    """Return the pairs of positions of the rules that two chains share, in order.
+
+    What both begin and end with is taken off first: matching is quadratic in equal rules, and
+    chains with thousands of copies of one rule exist (field report 35).
+    """
+    shorter = min(len(loaded), len(wanted))
+    head = next((i for i in range(shorter) if loaded[i] != wanted[i]), shorter)
+    left = shorter - head
+    tail = next((i for i in range(left) if loaded[-1 - i] != wanted[-1 - i]), left)
+    ends = len(loaded) - tail, len(wanted) - tail
+    middle = SequenceMatcher(None, loaded[head : ends[0]], wanted[head : ends[1]], autojunk=False)
+    pairs = {(i, i) for i in range(head)}
+    pairs |= {(ends[0] + i, ends[1] + i) for i in range(tail)}
+    for a, b, size in middle.get_matching_blocks():
+        pairs |= {(head + a + i, head + b + i) for i in range(size)}
+    return pairs
 
 
 def basic(

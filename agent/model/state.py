@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from agent.model.plan import Route
-from agent.model.ruleset import Family, Ruleset, Rulesets
+from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
 
 NFTABLES = "nftables"
 IPTABLES_NFT = "iptables-nft"
@@ -18,7 +18,10 @@ BACKENDS = (NFTABLES, IPTABLES_NFT, IPTABLES_LEGACY)
 
 @dataclass(frozen=True, slots=True)
 class BaseChain:
-    """A chain that is hooked into the kernel by nf_tables, of whatever owner."""
+    """A chain that is hooked into the kernel by nf_tables, of whatever owner.
+
+    `untracks` says that its table has a rule which takes packets out of connection tracking.
+    """
 
     family: str
     table: str
@@ -28,6 +31,12 @@ class BaseChain:
     priority: int
     policy: str
     rules: int
+    untracks: bool = False
+
+    @property
+    def is_xtables(self) -> bool:
+        """Whether it is one of iptables-nft, whose rules are looked at one by one."""
+        return self.family in ("ip", "ip6") and self.name in BUILTIN_CHAINS.get(self.table, ())
 
 
 @dataclass(frozen=True, slots=True)

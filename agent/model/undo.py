@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+from agent.model import owned
 from agent.model.ruleset import Chain, Family, Rule, Ruleset
 from agent.model.state import (
     IPTABLES_LEGACY,
@@ -13,10 +14,11 @@ from agent.model.state import (
 
 
 def undone(now: NamespaceState, before: NamespaceState, wanted: NamespaceState) -> NamespaceState:
-    """Return `before` with the foreign rules and routes that are there now and never were ours.
+    """Return `before` with what others did meanwhile: theirs that is new stays, and gone is gone.
 
     A rule that is neither in `before` nor in `wanted` was made by somebody else meanwhile: it
-    stays, at the top of its chain if it stands there, else at the end.
+    stays, at the top of its chain if it stands there, else at the end. One of others' that is in
+    both and not there now was deleted by its owner: it does not come back.
     """
     loaded = dict(before.loaded)
     for name in (IPTABLES_NFT, IPTABLES_LEGACY):
@@ -29,7 +31,10 @@ def undone(now: NamespaceState, before: NamespaceState, wanted: NamespaceState) 
         if merged:
             loaded[name] = merged
     since = routes_without(routes_without(now.routes, before.routes), wanted.routes)
-    return replace(before, loaded=loaded, routes=(*before.routes, *since))
+    both = routes_without(before.routes, routes_without(before.routes, wanted.routes))
+    gone = routes_without(both, now.routes)
+    left = routes_without(before.routes, gone)
+    return replace(before, loaded=loaded, routes=(*left, *since))
 
 
 def _ruleset(now: Ruleset, before: Ruleset, wanted: Ruleset) -> Ruleset:
@@ -50,7 +55,10 @@ def _ruleset(now: Ruleset, before: Ruleset, wanted: Ruleset) -> Ruleset:
 
 def _chain(now: Chain, before: Chain | None, wanted: Chain | None) -> Chain:
     old = before.rules if before else ()
-    ours = Counter(old) | Counter(wanted.rules if wanted else ())
+    planned = Counter(wanted.rules if wanted else ())
+    ours = Counter(old) | planned
+    if not owned.is_capture_chain(now.name):
+        old = _without(old, (Counter(old) & planned) - Counter(now.rules))
     fresh: list[tuple[int, Rule]] = []
     for index, rule in enumerate(now.rules):
         if ours[rule] > 0:
@@ -60,3 +68,14 @@ def _chain(now: Chain, before: Chain | None, wanted: Chain | None) -> Chain:
     top = tuple(rule for place, (index, rule) in enumerate(fresh) if index == place)
     rest = tuple(rule for _, rule in fresh[len(top) :])
     return Chain(now.name, before.policy if before else now.policy, (*top, *old, *rest))
+
+
+def _without(rules: tuple[Rule, ...], gone: Counter[Rule]) -> tuple[Rule, ...]:
+    """Return the rules less those of others that are gone, copy for copy."""
+    kept = []
+    for rule in rules:
+        if gone[rule] > 0 and not owned.is_named(rule):
+            gone[rule] -= 1
+        else:
+            kept.append(rule)
+    return tuple(kept)

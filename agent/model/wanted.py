@@ -155,7 +155,9 @@ def _policies(have: NamespaceState, plans: tuple[CapturePlan, ...]) -> frozenset
     for rulesets in (*have.loaded.values(), *(plan.rulesets for plan in plans)):
         for ruleset in rulesets.values():
             marks |= owned.diverted_marks(ruleset)
-    routes = (*have.routes, *(r for plan in plans for r in plan.routes))
+    planned = [r for plan in plans for r in plan.routes]
+    found |= {(r.mark, r.table) for r in planned if isinstance(r, PolicyRule)}
+    routes = (*have.routes, *planned)
     tables = {r.table for r in routes if isinstance(r, LocalRoute)}
     for route in routes:
         if isinstance(route, PolicyRule) and route.mark in marks and route.table in tables:
