@@ -11,12 +11,13 @@ export PATH := $(PATH):/usr/sbin:/sbin
 # The last row is what python-iptables, which is published as source only, needs to be built.
 PACKAGES := iptables nftables libnftables1 libxtables12 libip4tc2 libip6tc2 \
 	iproute2 conntrack procps util-linux ca-certificates git python3 python3-venv \
+	containerd runc containernetworking-plugins busybox-static \
 	python3-dev gcc libc6-dev
 
 LOCKS := requirements-build.lock requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check fmt bench fuzz lock clean system
+.PHONY: help run test check fmt bench fuzz lock proto clean system
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -93,3 +94,13 @@ lock: | system ## choose the newest versions anew and write both lock files
 	"$$tools/bin"/$(COMPILE) --extra test pyproject.toml -o requirements.lock && \
 	printf '%s\n' 'hatchling>=1.27' 'setuptools>=77' wheel | "$$tools/bin"/$(COMPILE) \
 		--no-annotate -c requirements.lock - -o requirements-build.lock
+
+# In an environment of its own: the generator needs setuptools, which no lock may have.
+proto: | system ## write the messages of the runtime's interface anew from api.proto
+	tools=$$(mktemp -d) && trap 'rm -rf "$$tools"' EXIT && \
+	$(PYTHON) -m venv "$$tools" && \
+	"$$tools/bin/python" -m pip install --quiet 'grpcio-tools==1.85.1' && \
+	"$$tools/bin/python" -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
+		agent/node/cri/api.proto && \
+	sed -i '1i # ruff: noqa\n# fmt: off\n# mypy: ignore-errors' \
+		agent/node/cri/api_pb2.py agent/node/cri/api_pb2.pyi

@@ -18,6 +18,7 @@ COMMANDS = {
     "run": "run the agent of this node",
     "pods": "list the pods that the running agent knows",
     "status": "show how the running agent is",
+    "cni": "install, remove or check the CNI plugin of this node",
     "events": "show what happened to pods",
 }
 

@@ -1,0 +1,86 @@
+"""Asks the running agent over its socket, for the commands that show what it knows."""
+
+import argparse
+import json
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from agent.cli import output
+from agent.model.errors import AgentError, EnvironmentLacks
+from agent.node import config
+
+HEADER = struct.Struct("!IB")  # agent/cni/frames.py
+VERSION = 1
+TIMEOUT_S = 30.0
+
+
+class AgentSays(AgentError):
+    """The agent refused a request, in its own words."""
+
+
+def add_agent_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="the agent's configuration file")
+    parser.add_argument("--socket", metavar="PATH", help="the agent's socket")
+    output.add_output_option(parser, "-o")
+
+
+def socket_path(arguments: argparse.Namespace) -> Path:
+    if arguments.socket:
+        return Path(arguments.socket)
+    return config.load(arguments.config).socket
+
+
+class AgentClient:
+    """One connection to the agent."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: EnvironmentLacks if no agent answers there."""
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(TIMEOUT_S)
+        try:
+            self._socket.connect(str(path))
+        except OSError as error:
+            self._socket.close()
+            raise EnvironmentLacks(
+                f"no agent answers on {path}: {error.strerror or error}; start it by "
+                "`intercept-agent run`, or name its socket by --socket"
+            ) from error
+
+    def ask(self, do: str, **request: object) -> Any:
+        """Return the agent's answer.
+
+        Raises: AgentSays with its refusal, EnvironmentLacks if it ends meanwhile.
+        """
+        payload = json.dumps({"do": do, **request}).encode()
+        try:
+            self._socket.sendall(HEADER.pack(len(payload), VERSION) + payload)
+            size, version = HEADER.unpack(self._exactly(HEADER.size))
+            if version != VERSION:
+                raise EnvironmentLacks(f"the agent behind {self._path} is of another version")
+            reply = json.loads(self._exactly(size))
+        except OSError as error:
+            raise EnvironmentLacks(f"the agent behind {self._path} ended: {error}") from error
+        if "error" in reply:
+            raise AgentSays(reply["error"]["message"])
+        return reply["result"]
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            chunk = self._socket.recv(size - len(data))
+            if not chunk:
+                raise ConnectionError("it closed the connection")
+            data += chunk
+        return data
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> "AgentClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,156 @@
+"""Answers the CNI plugin: what an ADD, DEL, CHECK, GC or STATUS means for a pod of this node."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from agent.formats import kube
+from agent.model.decision import Decision, decide
+from agent.model.errors import AgentError
+from agent.model.pod import Namespace, Pod, Policy
+from agent.node.events import Events
+from agent.node.reconciler import Reconciler, Wish
+from agent.node.worker_client import WorkerClient
+from agent.observe.metrics import Metrics
+
+# CNI error codes: 11 means "try again later"; those from 100 on are a plugin's own.
+TRY_LATER, REFUSED, NOT_IN_SYNC = 11, 101, 102
+SHOWN_DIFFERENCES = 3
+
+Environment = Mapping[str, str]
+Conf = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the plugin is to print as a CNI error."""
+
+    code: int
+    message: str
+
+
+class CniCalls:
+    """The agent's side of the plugin."""
+
+    def __init__(
+        self,
+        worker: WorkerClient,
+        reconciler: Reconciler,
+        events: Events,
+        metrics: Metrics,
+        *,
+        policy: Policy,
+        backend: str,
+        seen: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`seen` is called whenever a pod has started or ended."""
+        self._worker = worker
+        self._reconciler = reconciler
+        self._events = events
+        self._metrics = metrics
+        self._policy = policy
+        self._backend = backend
+        self._seen = seen
+
+    async def answer(self, request: Mapping[str, Any]) -> object:
+        """Return an empty document for yes, or the error that the plugin is to print."""
+        started = time.monotonic()
+        verb = str(request.get("command"))
+        verbs = {
+            "ADD": self._add,
+            "DEL": self._delete,
+            "CHECK": self._check,
+            "GC": self._gc,
+            "STATUS": self._status,
+        }
+        environment, conf = (_mapping(request.get(key)) for key in ("environment", "config"))
+        try:
+            if verb not in verbs:
+                raise AgentError(f"{verb} is no CNI verb")
+            refusal = await verbs[verb]({k: str(v) for k, v in environment.items()}, conf)
+        except AgentError as error:
+            refusal = Refusal(TRY_LATER, str(error))
+        result = "refused" if refusal else "done"
+        self._metrics.cni_seconds.labels(verb, result).observe(time.monotonic() - started)
+        return {"error": asdict(refusal)} if refusal else {}
+
+    async def _add(self, environment: Environment, conf: Conf) -> Refusal | None:
+        """Capture the pod before its first process runs. Asked again, it changes nothing."""
+        pod, decision = self._decide(environment, conf)
+        if decision.refuse:
+            self._events.add("refused", pod.title, decision.message)
+            return Refusal(REFUSED, decision.message)
+        if not decision.captured:
+            return None
+        wish = Wish(
+            key=pod_key("cni", pod.namespace, pod.name, pod.uid),
+            namespace=pod.namespace,
+            name=pod.name,
+            uid=pod.uid,
+            sandbox_id=environment.get("CONTAINERID", ""),
+            netns=environment.get("NETNS") or None,
+            settings=decision.settings,
+            reason=decision.reason.value,
+            text=decision.text,
+            source="cni",
+        )
+        await self._reconciler.enrol(self._reconciler.want(wish))
+        self._seen()
+        return None
+
+    async def _delete(self, environment: Environment, conf: Conf) -> Refusal | None:
+        """Forget the pod; its rules end with its namespace. A pod that is not known is fine."""
+        pod = kube.cni(environment.get("ARGS", ""))
+        await self._reconciler.forget(pod_key("cni", pod.namespace, pod.name, pod.uid))
+        self._seen()
+        return None
+
+    async def _check(self, environment: Environment, conf: Conf) -> Refusal | None:
+        pod, decision = self._decide(environment, conf)
+        if not decision.captured or decision.settings is None:
+            return None
+        path = environment.get("NETNS", "")
+        try:
+            fd = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise AgentError(f"the namespace {path} cannot be opened: {error.strerror}") from error
+        try:
+            found = await self._worker.job(
+                "check", fd, settings=dict(decision.settings), backend=self._backend, name=path
+            )
+        finally:
+            os.close(fd)
+        if found["in_sync"]:
+            return None
+        said = "; ".join([*found["foreign"], *found["differences"]][:SHOWN_DIFFERENCES])
+        return Refusal(NOT_IN_SYNC, f"{pod.title} is not captured as it should be: {said}")
+
+    async def _gc(self, environment: Environment, conf: Conf) -> Refusal | None:
+        return None  # nothing is kept of an attachment that the runtime's own list does not end
+
+    async def _status(self, environment: Environment, conf: Conf) -> Refusal | None:
+        return None  # whoever answers can do an ADD
+
+    def _decide(self, environment: Environment, conf: Conf) -> tuple[Pod, Decision]:
+        """Decide about the pod of a call, by the failure policy of that call's configuration.
+
+        Raises: InvalidSettings if the call says nothing that can be understood.
+        """
+        annotations = _mapping(conf.get("runtimeConfig")).get(kube.CNI_ANNOTATIONS)
+        pod = kube.cni(environment.get("ARGS", ""), annotations)
+        is_open = conf.get("failurePolicy") == "open"
+        policy = replace(self._policy, failure_policy="open" if is_open else "closed")
+        return pod, decide(pod, Namespace(name=pod.namespace), policy)
+
+
+def pod_key(source: str, namespace: str, name: str, uid: str) -> str:
+    """Return the key of a pod. The plugin and the runtime speak of the same pods."""
+    kind = "static" if source == "static" else "pod"
+    return f"{kind}/{namespace}/{name}/{uid}"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,141 @@
+"""Put the CNI plugin and its entry on this node, take both away, or tell what differs."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agent.cli import output
+from agent.cni import installer
+from agent.cni.folder import Busy, Changed
+from agent.cni.installer import Report
+from agent.formats.cni_config import POLICIES, Entry
+from agent.node import config
+
+EXAMPLES = """examples:
+  intercept-agent cni install                          into /etc/cni/net.d and /opt/cni/bin
+  intercept-agent cni check -o json                    exit 1 if anything differs
+  intercept-agent cni install --conf-dir /host/etc/cni/net.d --bin-dir /host/opt/cni/bin
+  intercept-agent cni install --config /etc/intercept-agent/config.yaml
+  intercept-agent cni uninstall                        every byte as it was before
+
+The configuration of the base CNI must be there first: the entry is chained behind it. What a
+running agent keeps up by itself (`run` with cni.conf_dir) is put back after an uninstall by hand.
+"""
+
+
+TRIES, PAUSE_S = 50, 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Node:
+    conf_dir: str
+    bin_dir: str
+    entry: Entry
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("install", "uninstall", "check"))
+    parser.add_argument(
+        "--conf-dir", metavar="D", help=f"CNI configurations (default {installer.CONF_DIR})"
+    )
+    parser.add_argument("--bin-dir", metavar="D", help=f"plugins (default {installer.BIN_DIR})")
+    parser.add_argument(
+        "--config", metavar="FILE", help="the agent's configuration: socket, cni.conf_dir, ..."
+    )
+    parser.add_argument(
+        "--failure-policy",
+        choices=POLICIES,
+        default="closed",
+        help="what becomes of a mesh pod that starts while no agent answers (default closed)",
+    )
+    parser.add_argument(
+        "--file", metavar="NAME", help="chain into this file instead of the first one"
+    )
+    parser.add_argument(
+        "--interpreter", metavar="PATH", help="the node's python3 that is to run the plugin"
+    )
+    parser.add_argument(
+        "--keep-binary",
+        action="store_true",
+        help="uninstall: leave the plugin for runtimes that remember the entry (Multus)",
+    )
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    node = _node(arguments)
+    done = _patiently(lambda: _act(arguments, node))
+    if arguments.output == "json":
+        output.print_json(_to_json(arguments.action, node, done))
+    else:
+        _print(arguments.action, node, done)
+    return 0 if done.in_sync else 1
+
+
+def _act(arguments: argparse.Namespace, node: _Node) -> Report:
+    if arguments.action == "uninstall":
+        return installer.uninstall(node.conf_dir, node.bin_dir, keep_binary=arguments.keep_binary)
+    act = installer.install if arguments.action == "install" else installer.check
+    return act(
+        node.conf_dir,
+        node.bin_dir,
+        entry=node.entry,
+        pinned=arguments.file,
+        interpreter=arguments.interpreter,
+    )
+
+
+def _patiently(act: Callable[[], Report]) -> Report:
+    """Try again while the running agent or another program is writing there, which takes a moment.
+
+    Raises: Busy or Changed if that does not end.
+    """
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(Busy, Changed):
+            return act()
+        time.sleep(PAUSE_S)
+    return act()
+
+
+def _node(arguments: argparse.Namespace) -> _Node:
+    """Return what to work on: an option counts before a variable, that before the file."""
+    found = config.load(arguments.config)
+    return _Node(
+        conf_dir=arguments.conf_dir or str(found.cni_conf_dir or installer.CONF_DIR),
+        bin_dir=arguments.bin_dir or str(found.cni_bin_dir or installer.BIN_DIR),
+        entry=Entry(socket=str(found.socket), failure_policy=arguments.failure_policy),
+    )
+
+
+def _print(action: str, node: _Node, done: Report) -> None:
+    output.warn(done.warnings)
+    for change in done.changes:
+        print(change)
+    for difference in done.differences:
+        print(output.paint(f"~ {difference}", output.YELLOW))
+    if not done.in_sync:
+        count = f"{len(done.differences)} difference{'s' if len(done.differences) > 1 else ''}"
+        hint = "`intercept-agent cni install` puts it right"
+        print(f"{node.conf_dir}: {output.paint(count, output.RED)}; {hint}")
+    elif action == "uninstall":
+        word = "uninstalled" if done.changed else "nothing to remove"
+        print(f"{node.conf_dir}: {output.paint(word, output.GREEN)}")
+    else:
+        word = "installed" if done.changed else "in sync"
+        print(f"{node.conf_dir}/{done.file}: {output.paint(word, output.GREEN)}")
+
+
+def _to_json(action: str, node: _Node, done: Report) -> dict[str, object]:
+    return {
+        "action": action,
+        "conf_dir": node.conf_dir,
+        "bin_dir": node.bin_dir,
+        "file": done.file,
+        "changed": done.changed,
+        "in_sync": done.in_sync,
+        "changes": list(done.changes),
+        "differences": list(done.differences),
+        "warnings": list(done.warnings),
+    }

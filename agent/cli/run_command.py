@@ -1,0 +1,34 @@
+"""Run the agent: watch this node's pods, capture those of the mesh, and keep them captured."""
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+
+from agent.model.errors import EnvironmentLacks
+from agent.node import config
+
+EXAMPLES = """examples:
+  intercept-agent run                                  with the defaults, as root
+  intercept-agent run --config /etc/intercept-agent.yaml
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="YAML; every key also as INTERCEPT_...")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = config.load(arguments.config)
+    if os.geteuid() != 0:
+        raise EnvironmentLacks("the agent enters namespaces, which needs root; run this as root")
+    level = logging.DEBUG if arguments.verbose else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(message)s")
+    # Read when grpc is loaded: it has nothing to say on stderr, and only the worker is forked.
+    os.environ.update(GRPC_VERBOSITY="NONE", GRPC_ENABLE_FORK_SUPPORT="0")
+    from agent.cli.daemon import Daemon
+
+    os.environ["INTERCEPT_STATE_DIR"] = str(found.state_dir)
+    asyncio.run(Daemon(found).run())
+    return 0

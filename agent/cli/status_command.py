@@ -1,0 +1,42 @@
+"""Show how the running agent is: ready or what it waits for, its sources, its pods by state."""
+
+import argparse
+
+from agent.cli import output
+from agent.cli.agent_client import AgentClient, add_agent_options, socket_path
+
+EXAMPLES = """examples:
+  intercept-agent status
+  intercept-agent status --socket /run/intercept-agent/agent.sock -o json
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_agent_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    with AgentClient(socket_path(arguments)) as agent:
+        found = agent.ask("status")
+    if arguments.output == "json":
+        output.print_json(found)
+        return 0
+    if found["ready"]:
+        print(output.paint("ready", output.GREEN))
+    else:
+        print(output.paint("not ready", output.RED))
+        for reason in found["pending"]:
+            print(f"  {reason}")
+    for source in found["sources"]:
+        word = "connected" if source["connected"] else "not connected"
+        print(f"source {source['name']}: {word}; {source['detail']}")
+    if found["cni"]:
+        word = f"in {found['cni']['file']}" if found["cni"]["present"] else found["cni"]["reason"]
+        print(f"cni entry: {word}")
+    states = ", ".join(f"{count} {state}" for state, count in sorted(found["pods"].items()))
+    print(f"pods: {states or 'none'}")
+    print(f"mode {found['mode']}, backend {found['backend']}, worker PID {found['worker_pid']}")
+    for name in ("health", "status"):
+        if found[name]:
+            print(f"{name}: {found[name]}")
+    return 0

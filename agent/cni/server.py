@@ -1,0 +1,109 @@
+"""The agent's socket: the door of the CNI plugin and of the command line.
+
+Every connection is checked for the peer's credentials, bounded in size, number and time, and
+answered by handlers that the daemon gives; a slow or bad client ends alone.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agent.cni import frames
+from agent.kernel.connections import Connections
+from agent.model.errors import AgentError, EnvironmentLacks
+
+log = logging.getLogger(__name__)
+
+MAX_CLIENTS = 256
+# A plugin waits for a pod to be captured; sending its request must not take this long.
+REQUEST_TIMEOUT_S = 10.0
+UCRED = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+
+Handler = Callable[[Mapping[str, Any]], Awaitable[object]]
+"""Answers one request; raises AgentError for what it refuses."""
+
+
+class Server:
+    """Serves one unix socket until it is closed."""
+
+    def __init__(self, path: Path, handlers: Mapping[str, Handler]) -> None:
+        self._path = path
+        self._handlers = handlers
+        self._clients = Connections(self._talk, MAX_CLIENTS)
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen. A socket left by an agent that died is replaced; one that is served is not.
+
+        Raises: EnvironmentLacks.
+        """
+        sock = await asyncio.to_thread(_listen, self._path)
+        self._server = await asyncio.start_unix_server(self._clients.serve, sock=sock)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._clients.close(self._server)
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if _peer_uid(writer) == 0:
+            await self._converse(reader, writer)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                request = await asyncio.wait_for(frames.read(reader), REQUEST_TIMEOUT_S)
+            except frames.BadFrame as error:
+                await frames.write(writer, _refusal(error))
+                return
+            reply = await self._answer(request)
+            await asyncio.wait_for(frames.write(writer, reply), REQUEST_TIMEOUT_S)
+
+    async def _answer(self, request: object) -> object:
+        if not isinstance(request, dict) or request.get("do") not in self._handlers:
+            known = ", ".join(sorted(self._handlers))
+            return _refusal(AgentError(f"a request names what to do, one of {known}"))
+        try:
+            return {"result": await self._handlers[request["do"]](request)}
+        except AgentError as error:
+            return _refusal(error)
+        except Exception:  # a bug in one answer must not end the connection without a word
+            log.exception("a request failed", extra={"do": request["do"]})
+            return _refusal(AgentError("the agent failed to answer; its log says why"))
+
+
+def _refusal(error: AgentError) -> dict[str, object]:
+    return {"error": {"message": str(error), "exit_code": error.exit_code}}
+
+
+def _peer_uid(writer: asyncio.StreamWriter) -> int:
+    sock = writer.get_extra_info("socket")
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+    return int(UCRED.unpack(raw)[1])
+
+
+def _listen(path: Path) -> socket.socket:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(str(path))
+            raise EnvironmentLacks(f"another agent serves {path}; end it first")
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        sock = socket.socket(socket.AF_UNIX)  # closed by the server that takes it over
+        previous = os.umask(0o177)  # so that there is no moment at which others could connect
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(previous)
+        sock.listen(MAX_CLIENTS)
+    except OSError as error:
+        raise EnvironmentLacks(f"cannot listen on {path}: {error.strerror or error}") from error
+    return sock

@@ -1,0 +1,209 @@
+"""The daemon's configuration: a YAML file, overridden by INTERCEPT_... variables; all optional."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent.formats import documents
+from agent.model.errors import InvalidSettings
+from agent.model.settings import parse
+from agent.model.state import BACKENDS
+from agent.model.values import MAX_PORT
+
+RUN_DIR = Path("/run/intercept-agent")
+MODES = ("observe", "alert", "repair")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """Where a server listens; port 0 means not at all."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticPod:
+    """A namespace that is named in the configuration, for hosts without a runtime."""
+
+    name: str
+    netns: str
+    settings: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What one agent is to do. Every field has a default that works on a plain host."""
+
+    socket: Path = RUN_DIR / "agent.sock"
+    state_dir: Path = RUN_DIR / "state"
+    backend: str = "auto"
+    mode: str = "repair"
+    cri_endpoint: str | None = None
+    cni_conf_dir: Path | None = None
+    cni_bin_dir: Path | None = None
+    health: Listen = Listen(address="127.0.0.1", port=15021)
+    status: Listen = Listen(address="127.0.0.1", port=15020)
+    exclude_namespaces: tuple[str, ...] = ()
+    static: tuple[StaticPod, ...] = field(default=())
+
+
+KNOWN: Mapping[str, tuple[str, ...]] = {
+    "socket": (),
+    "state_dir": (),
+    "backend": (),
+    "mode": (),
+    "cri": ("endpoint",),
+    "cni": ("conf_dir", "bin_dir"),
+    "health": ("address", "port"),
+    "status": ("address", "port"),
+    "exclude_namespaces": (),
+    "static": (),
+}
+PREFIX = "INTERCEPT_"
+# Settings that may be automatic, or name both families at once: the namespace decides.
+FOUND_OUT_LATER = ("enable_ipv6", "dns_servers")
+
+
+def load(path: str | None, environment: Mapping[str, str] | None = None) -> Config:
+    """Return the configuration.
+
+    Raises: InvalidSettings with every mistake; an unknown key names the nearest known one.
+    """
+    raw: dict[str, Any] = dict(documents.load_mapping(path)) if path else {}
+    _from_environment(raw, os.environ if environment is None else environment)
+    reader = _Reader(raw)
+    config = reader.read()
+    if reader.problems:
+        raise InvalidSettings(tuple(reader.problems))
+    return config
+
+
+def _from_environment(raw: dict[str, Any], environment: Mapping[str, str]) -> None:
+    """Take INTERCEPT_SOCKET, INTERCEPT_HEALTH_PORT and so on; lists are comma separated."""
+    for key, inner in KNOWN.items():
+        if key == "static":
+            continue
+        for name in inner or ("",):
+            variable = PREFIX + "_".join(part for part in (key, name) if part).upper()
+            if variable not in environment:
+                continue
+            value: object = environment[variable]
+            if key == "exclude_namespaces":
+                value = [item.strip() for item in environment[variable].split(",") if item.strip()]
+            if not name:
+                raw[key] = value
+            elif isinstance(raw.setdefault(key, {}), dict):
+                raw[key][name] = value
+
+
+class _Reader:
+    """Reads one document and collects what is wrong with it."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._raw = raw
+        self.problems: list[str] = []
+
+    def read(self) -> Config:
+        for key in self._raw:
+            if key not in KNOWN:
+                hint = documents.nearest(key, KNOWN)
+                self.problems.append(f"configuration: {key}: no such key{hint}")
+        fresh = Config()
+        cni = self._section("cni")
+        return Config(
+            socket=self._path(self._raw, "socket", fresh.socket) or fresh.socket,
+            state_dir=self._path(self._raw, "state_dir", fresh.state_dir) or fresh.state_dir,
+            backend=self._choice("backend", ("auto", *BACKENDS), fresh.backend),
+            mode=self._choice("mode", MODES, fresh.mode),
+            cri_endpoint=self._text(self._section("cri"), "endpoint"),
+            cni_conf_dir=self._path(cni, "conf_dir", None),
+            cni_bin_dir=self._path(cni, "bin_dir", None),
+            health=self._listen("health", fresh.health),
+            status=self._listen("status", fresh.status),
+            exclude_namespaces=self._names("exclude_namespaces"),
+            static=self._static(),
+        )
+
+    def _section(self, key: str) -> Mapping[str, Any]:
+        found = self._raw.get(key) or {}
+        if not isinstance(found, Mapping):
+            self.problems.append(f"{key}: a mapping with {', '.join(KNOWN[key])} is expected")
+            return {}
+        for name in found:
+            if name not in KNOWN[key]:
+                hint = documents.nearest(str(name), KNOWN[key])
+                self.problems.append(f"{key}.{name}: no such key{hint}")
+        return found
+
+    def _text(self, section: Mapping[str, Any], key: str) -> str | None:
+        value = section.get(key)
+        if value is not None and not isinstance(value, str):
+            self.problems.append(f"{key}: text is expected, not {value!r}")
+            return None
+        return value or None
+
+    def _path(self, section: Mapping[str, Any], key: str, default: Path | None) -> Path | None:
+        text = self._text(section, key)
+        if text is not None and not text.startswith("/"):
+            self.problems.append(f"{key}: {text!r} is not an absolute path")
+        return Path(text) if text else default
+
+    def _choice(self, key: str, allowed: tuple[str, ...], default: str) -> str:
+        value = self._raw.get(key, default)
+        if value not in allowed:
+            self.problems.append(f"{key}: {value!r} is none of {', '.join(allowed)}")
+            return default
+        return str(value)
+
+    def _listen(self, key: str, default: Listen) -> Listen:
+        section = self._section(key)
+        address = self._text(section, "address") or default.address
+        port = section.get("port", default.port)
+        digits = str(port)
+        good = not isinstance(port, bool) and digits.isascii() and digits.isdigit()
+        if not good or int(digits) > MAX_PORT:
+            self.problems.append(f"{key}.port: {port!r} is not a port from 0 (off) to {MAX_PORT}")
+            return default
+        return Listen(address=address, port=int(digits))
+
+    def _names(self, key: str) -> tuple[str, ...]:
+        value = self._raw.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.problems.append(f"{key}: a list of namespace names is expected")
+            return ()
+        return tuple(value)
+
+    def _static(self) -> tuple[StaticPod, ...]:
+        value = self._raw.get("static") or []
+        if not isinstance(value, list):
+            self.problems.append("static: a list of {name, netns, settings} is expected")
+            return ()
+        found = [self._static_pod(index, item) for index, item in enumerate(value)]
+        names = [pod.name for pod in found if pod]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            self.problems.append(f"static: the name {name} is given twice")
+        return tuple(pod for pod in found if pod)
+
+    def _static_pod(self, index: int, item: object) -> StaticPod | None:
+        where = f"static[{index}]"
+        if not isinstance(item, Mapping) or not {"name", "netns"} <= set(item):
+            self.problems.append(f"{where}: a mapping with name and netns is expected")
+            return None
+        unknown = set(item) - {"name", "netns", "settings"}
+        self.problems += (f"{where}.{key}: no such key" for key in sorted(map(str, unknown)))
+        settings = item.get("settings") or {}
+        if not isinstance(settings, Mapping):
+            self.problems.append(f"{where}.settings: a mapping of settings is expected")
+            return None
+        try:
+            parse({str(k): v for k, v in settings.items() if k not in FOUND_OUT_LATER})
+        except InvalidSettings as error:
+            self.problems += (f"{where}.settings: {problem}" for problem in error.problems)
+        return StaticPod(
+            name=str(item["name"]),
+            netns=str(item["netns"]),
+            settings={str(key): found for key, found in settings.items()},
+        )

@@ -1,0 +1,49 @@
+"""What happened to pods, for people: a bounded list, newest last, that can be followed."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that happened. `time` is seconds since the epoch; `pod` is NAMESPACE/NAME."""
+
+    number: int
+    time: float
+    kind: str
+    pod: str
+    message: str
+
+
+class Events:
+    """The last events; for one event loop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._kept: deque[Event] = deque(maxlen=KEPT)
+        self._number = 0
+        self._added = asyncio.Event()
+
+    def add(self, kind: str, pod: str, message: str) -> Event:
+        """Add an event and wake whoever waits for one."""
+        self._number += 1
+        event = Event(number=self._number, time=self._clock(), kind=kind, pod=pod, message=message)
+        self._kept.append(event)
+        self._added.set()
+        self._added = asyncio.Event()
+        return event
+
+    def since(self, number: int) -> list[dict[str, object]]:
+        """Return the events after a number, oldest first, as plain values."""
+        return [asdict(event) for event in self._kept if event.number > number]
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when an event is added, or after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._added.wait(), timeout_s)
+        except TimeoutError:
+            return

@@ -1,0 +1,253 @@
+"""Keeps each pod's capture as it should be: one task a pod, driven by state and not by events.
+
+Looking is cheap (two milliseconds), so a pod is looked at soon after a write and ever more rarely
+later. What is already so is never written again, which is also how a restarted agent adopts what it
+finds. Every failure is tried again with growing pauses and a little randomness.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agent.model.errors import AgentError
+from agent.node.events import Events
+from agent.node.worker_client import WorkerGone
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 120.0
+LONGEST_RETRY_S = 60.0
+JITTER = 0.2
+SHOWN_DIFFERENCES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What one pod's namespace should be. `settings` is None for a pod that is left alone.
+
+    `reason` is a short code, `text` the sentence behind it. `sandbox_id` names the namespace for
+    good: under another one, nothing that was done before counts.
+    """
+
+    key: str
+    namespace: str
+    name: str
+    uid: str
+    sandbox_id: str
+    netns: str | None
+    settings: Mapping[str, object] | None
+    reason: str
+    text: str
+    source: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+
+@dataclass(slots=True)
+class Pod:
+    """One pod as it stands. `state` is one of the contract's words."""
+
+    wish: Wish
+    state: str = "repairing"
+    backend: str | None = None
+    detail: str = ""
+    enrolled: bool = False
+    failures: int = 0
+    pause_s: float = FIRST_PAUSE_S
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    task: asyncio.Task[None] | None = None
+
+    def row(self) -> dict[str, object]:
+        """Return the pod as the contract's JSON has it."""
+        return {
+            "namespace": self.wish.namespace,
+            "name": self.wish.name,
+            "uid": self.wish.uid,
+            "netns": self.wish.netns,
+            "captured": self.wish.settings is not None,
+            "backend": self.backend,
+            "reason": self.wish.reason,
+            "text": self.detail or self.wish.text,
+            "state": self.state,
+            "source": self.wish.source,
+        }
+
+
+class Jobs(Protocol):
+    """The one door to namespaces; `WorkerClient` is the real one."""
+
+    async def job(
+        self, job: str, netns_fd: int, *, deadline_s: float = ..., **request: object
+    ) -> Mapping[str, object]: ...
+
+
+class Meter(Protocol):
+    """Counts what happens; the daemon's metrics are the real one."""
+
+    def enrolled(self, result: str, reason: str) -> None: ...
+    def applied(self, seconds: float) -> None: ...
+    def drifted(self, result: str) -> None: ...
+
+
+class Reconciler:
+    """All pods of the node and the tasks that keep them. For one event loop."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        events: Events,
+        meter: Meter,
+        *,
+        mode: str,
+        backend: str,
+        spread: Callable[[float], float] = lambda s: s * random.uniform(1 - JITTER, 1 + JITTER),
+    ) -> None:
+        self.pods: dict[str, Pod] = {}
+        self._jobs = jobs
+        self._events = events
+        self._meter = meter
+        self._mode = mode
+        self._backend = backend
+        self._spread = spread
+
+    def want(self, wish: Wish) -> Pod:
+        """Say what a pod should be; the same wish again changes nothing."""
+        pod = self.pods.get(wish.key)
+        if pod is None:
+            pod = self.pods[wish.key] = Pod(wish)
+            pod.task = asyncio.create_task(self._keep(pod), name=f"pod {wish.label}")
+        elif pod.wish != wish:
+            pod.enrolled = pod.enrolled and wish.sandbox_id == pod.wish.sandbox_id
+            pod.wish, pod.pause_s, pod.failures = wish, FIRST_PAUSE_S, 0
+            pod.wake.set()
+        return pod
+
+    async def forget(self, key: str) -> None:
+        """Stop keeping a pod that is gone. Its namespace is left as it is."""
+        pod = self.pods.pop(key, None)
+        if pod is not None and pod.task is not None:
+            pod.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await pod.task
+
+    async def close(self) -> None:
+        """Stop keeping all pods; every capture stays in place."""
+        for key in list(self.pods):
+            await self.forget(key)
+
+    async def enrol(self, pod: Pod) -> None:
+        """Capture a pod now, as the CNI plugin needs it before the pod's first process runs.
+
+        Raises: AgentError with the reason why it could not be done.
+        """
+        async with pod.busy:
+            try:
+                await self._apply(pod)
+            except AgentError as error:
+                self._failed(pod, error)
+                raise
+
+    async def _keep(self, pod: Pod) -> None:
+        while True:
+            pod.wake.clear()
+            async with pod.busy:
+                pause_s = await self._once(pod)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(pod.wake.wait(), self._spread(pause_s))
+
+    async def _once(self, pod: Pod) -> float:
+        """Look at a pod, mend it if the mode says so, and return how long to wait."""
+        if pod.wish.settings is None:
+            pod.state, pod.detail = "ignored", ""
+            return LONGEST_PAUSE_S
+        try:
+            await self._look(pod)
+        except AgentError as error:
+            self._failed(pod, error)
+            return min(FIRST_PAUSE_S * float(2 ** min(pod.failures, 10)), LONGEST_RETRY_S)
+        pod.failures = 0
+        pod.pause_s = min(pod.pause_s * 2, LONGEST_PAUSE_S)
+        return pod.pause_s
+
+    async def _look(self, pod: Pod) -> None:
+        found = await self._job(pod, "check")
+        pod.backend = str(found["backend"])
+        if found["in_sync"]:
+            pod.state, pod.detail, pod.enrolled = "in-sync", "", True
+            return
+        lines = [str(x) for key in ("foreign", "differences") for x in _list(found[key])]
+        more = len(lines) - SHOWN_DIFFERENCES
+        shown = "; ".join(lines[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        drifted = pod.enrolled
+        if self._mode != "repair":
+            self._drifted(pod, shown, "found")
+            return
+        pod.state = "repairing"
+        await self._apply(pod)
+        if drifted:
+            self._drifted(pod, shown, "repaired")
+
+    def _drifted(self, pod: Pod, shown: str, result: str) -> None:
+        repaired = result == "repaired"
+        if not repaired and pod.state == "drifted" and pod.detail == shown:
+            return
+        self._meter.drifted(result)
+        pod.state = "in-sync" if repaired else "drifted"
+        pod.detail = "" if repaired else shown
+        if repaired or self._mode != "observe":
+            self._events.add(f"drift-{result}", pod.wish.label, shown)
+
+    async def _apply(self, pod: Pod) -> None:
+        done = await self._job(pod, "apply")
+        pod.backend = str(done["backend"])
+        pod.state, pod.detail, pod.failures = "in-sync", "", 0
+        pod.pause_s = FIRST_PAUSE_S
+        if done["changed"]:
+            self._meter.applied(float(str(done["duration_ms"])) / 1000)
+        if not pod.enrolled:
+            pod.enrolled = True
+            self._meter.enrolled("done", pod.wish.reason)
+            how = f"captured by {pod.backend}: {pod.wish.text}"
+            self._events.add("captured", pod.wish.label, how)
+
+    async def _job(self, pod: Pod, job: str) -> Mapping[str, object]:
+        path = pod.wish.netns
+        if path is None:
+            raise AgentError("its network namespace is not known yet")
+        try:
+            fd = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise AgentError(
+                f"its network namespace {path} cannot be opened: {error.strerror}"
+            ) from error
+        try:
+            try:
+                return await self._ask(pod, job, fd)
+            except WorkerGone:  # once more: it is started again, and jobs may be repeated
+                return await self._ask(pod, job, fd)
+        finally:
+            os.close(fd)
+
+    async def _ask(self, pod: Pod, job: str, fd: int) -> Mapping[str, object]:
+        wish = pod.wish
+        return await self._jobs.job(
+            job, fd, settings=wish.settings, backend=self._backend, name=wish.netns
+        )
+
+    def _failed(self, pod: Pod, error: AgentError) -> None:
+        pod.failures += 1
+        said = str(error)
+        if pod.state != "failed" or pod.detail != said:
+            self._events.add("failed", pod.wish.label, said)
+            self._meter.enrolled("failed", pod.wish.reason)
+        pod.state, pod.detail = "failed", said
+
+
+def _list(value: object) -> list[object]:
+    return list(value) if isinstance(value, (list, tuple)) else []

@@ -1,0 +1,97 @@
+"""What tells the daemon which pods there are: one protocol, three kinds of update.
+
+A source is level-triggered: an update says how things are, never what happened, so one that is lost
+or comes twice does no harm. What a source does not know for sure it says so; nothing may be taken
+from a pod because of what a source does not know.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from agent.model.values import Address
+
+
+class PodKey(NamedTuple):
+    """Which pod. A pod that is made anew under its old name has another uid."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodRecord:
+    """One pod that runs on this node, as one source sees it.
+
+    `sandbox_id` names the network namespace for good: another one means another namespace, even
+    at the same path. `netns` is a path in the node's mount namespace, or None where there is none
+    (host network) or none is known yet. A pod that is not `ready` still has its namespace.
+    `settings` is set only by sources that configure the capture themselves.
+    """
+
+    namespace: str
+    name: str
+    uid: str
+    sandbox_id: str
+    netns: str | None
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    host_network: bool = False
+    ips: tuple[Address, ...] = ()
+    ready: bool = True
+    settings: Mapping[str, object] | None = None
+
+    @property
+    def key(self) -> PodKey:
+        return PodKey(self.namespace, self.name, self.uid)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Every pod that the source knows. Pods that are neither here nor in `unknown` are gone.
+
+    `unknown` are pods that exist and about which nothing (or nothing new) can be said now: what is
+    known of them stays.
+    """
+
+    source: str
+    pods: tuple[PodRecord, ...]
+    unknown: frozenset[PodKey] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """A pod is new or differs from what was said of it before."""
+
+    source: str
+    pod: PodRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """A pod is gone, and its namespace with it."""
+
+    source: str
+    key: PodKey
+
+
+Update = Snapshot | Changed | Gone
+
+
+class Source(Protocol):
+    """One place that knows of pods.
+
+    `connected` is true while what was said is the present state; `detail` says in one sentence how
+    things stand, for people. While a source is not connected, what it said before stays.
+    """
+
+    name: str
+    connected: bool
+    detail: str
+
+    async def run(self, sink: Callable[[Update], None]) -> None:
+        """Tell `sink` how things are until cancelled: a Snapshot first, and after every gap.
+
+        `sink` is called in the event loop and must not block. What it raises ends the source.
+        """

@@ -1,0 +1,120 @@
+"""A small HTTP server on asyncio streams, for health, metrics and status. GET only, bounded.
+
+h11 keeps the protocol; what stands here are the limits: number of clients, size of a request, time
+to send one and to take an answer. A slow client ends alone.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import h11
+
+from agent.kernel.connections import Connections
+from agent.model.errors import EnvironmentLacks
+
+MAX_CLIENTS = 64
+REQUEST_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
+MAX_REQUEST_BYTES = 16 * 1024
+CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A status, a body and its type."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+    @classmethod
+    def of(cls, document: object, status: int = 200) -> "Answer":
+        return cls(status, json.dumps(document).encode() + b"\n")
+
+
+Page = Callable[[], Awaitable[Answer]]
+
+
+class HttpServer:
+    """Serves pages by path; those in `local` only to clients of this host."""
+
+    def __init__(self, pages: Mapping[str, Page], local: Mapping[str, Page] | None = None) -> None:
+        self._pages = pages
+        self._local = local or {}
+        self._clients = Connections(self._talk, MAX_CLIENTS)
+        self._server: asyncio.Server | None = None
+
+    async def start(self, address: str, port: int) -> int:
+        """Listen and return the port. Port 0 takes any free one.
+
+        Raises: EnvironmentLacks, naming address and port, if it cannot be had.
+        """
+        try:
+            self._server = await asyncio.start_server(self._clients.serve, address, port)
+        except OSError as error:
+            raise EnvironmentLacks(
+                f"cannot listen on {address}:{port}: {error.strerror}; `ss -ltnp` shows who does; "
+                "choose another port in the configuration, or 0 for none"
+            ) from error
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._clients.close(self._server)
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(h11.ProtocolError):
+            await self._converse(reader, writer)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST_BYTES)
+        request = await asyncio.wait_for(_request(protocol, reader), REQUEST_TIMEOUT_S)
+        if request is None:
+            return
+        answer = await self._page(request, writer)
+        headers = [
+            ("content-type", answer.content_type),
+            ("content-length", str(len(answer.body))),
+            ("cache-control", "no-store"),
+            ("connection", "close"),
+        ]
+        data = protocol.send(h11.Response(status_code=answer.status, headers=headers))
+        if request.method != b"HEAD":
+            data += protocol.send(h11.Data(data=answer.body))
+        writer.write(data + protocol.send(h11.EndOfMessage()))
+        await asyncio.wait_for(writer.drain(), ANSWER_TIMEOUT_S)
+
+    async def _page(self, request: h11.Request, writer: asyncio.StreamWriter) -> Answer:
+        path = request.target.decode("ascii", "replace").partition("?")[0]
+        if request.method not in (b"GET", b"HEAD"):
+            return Answer.of({"error": "only GET is answered here"}, 405)
+        if path in self._local:
+            if not _from_this_host(writer):
+                return Answer.of({"error": f"{path} is answered to this host only"}, 403)
+            return await self._local[path]()
+        if path not in self._pages:
+            return Answer.of({"error": f"there is no {path}"}, 404)
+        return await self._pages[path]()
+
+
+async def _request(protocol: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+    while True:
+        event = protocol.next_event()
+        if isinstance(event, h11.Request):
+            return event
+        if event is h11.NEED_DATA:
+            data = await reader.read(CHUNK)
+            if not data:
+                return None
+            protocol.receive_data(data)
+        else:
+            return None
+
+
+def _from_this_host(writer: asyncio.StreamWriter) -> bool:
+    peer = writer.get_extra_info("peername")
+    return bool(peer) and ipaddress.ip_address(str(peer[0]).partition("%")[0]).is_loopback

@@ -1,0 +1,94 @@
+"""The agent on a real node: a chain that it enters by itself, pods that the runtime starts."""
+
+import json
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.containerd.node import SUBNETS_DUAL, Node, Pod, containerd_node
+from tests.support.agent import INJECTED, Agent, running, wait_for
+
+MESH = {"sidecar.istio.io/inject": "true"}
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with containerd_node(subnets=SUBNETS_DUAL) as node:
+        yield node
+
+
+def on(node: Node) -> Mapping[str, object]:
+    """Return the configuration of an agent for this node."""
+    return {
+        "cri": {"endpoint": f"unix://{node.socket}"},
+        "cni": {"conf_dir": str(node.conf_dir), "bin_dir": str(node.bin_dir)},
+    }
+
+
+def chain(node: Node) -> list[str]:
+    conflist = json.loads((node.conf_dir / "10-test.conflist").read_text())
+    return [plugin["type"] for plugin in conflist["plugins"]]
+
+
+def mesh_pod(node: Node, name: str) -> Pod:
+    return node.run_pod(name, "shop", labels=MESH, annotations=INJECTED)
+
+
+def captured(node: Node, pod: Pod) -> bool:
+    assert pod.netns is not None
+    listing = node.run("nsenter", f"--net={pod.netns}", "nft", "list", "ruleset")
+    return "table inet intercept-agent" in listing
+
+
+def test_pod_is_captured_when_the_runtime_says_that_it_runs(node: Node, tmp_path: Path) -> None:
+    with running(tmp_path, **on(node)) as agent:
+        assert chain(node) == ["bridge", "intercept-cni"]
+        web, plain = mesh_pod(node, "web"), node.run_pod("plain")
+        assert captured(node, web)
+        assert not captured(node, plain)
+        wait_for(lambda: agent.state("web") == "in-sync")
+        wait_for(lambda: agent.state("plain") == "ignored")
+        wait_for(lambda: source_of(agent, "web") == "cri")
+        node.remove_pod(web)
+        wait_for(lambda: agent.pod("web") is None)
+
+
+def test_agent_that_comes_later_captures_the_pods_that_run(node: Node, tmp_path: Path) -> None:
+    web = mesh_pod(node, "web")
+    assert not captured(node, web)
+    with running(tmp_path, **on(node)) as agent:
+        wait_for(lambda: agent.state("web") == "in-sync")
+        assert captured(node, web)
+
+
+def test_killed_agent_leaves_pods_captured_and_lets_no_mesh_pod_start(
+    node: Node, tmp_path: Path
+) -> None:
+    with running(tmp_path, **on(node)) as agent:
+        web = mesh_pod(node, "web")
+        agent.stop(signal.SIGKILL)
+        assert captured(node, web)
+        with pytest.raises(grpc.RpcError, match="intercept-agent"):
+            mesh_pod(node, "late")
+        node.run_pod("plain")
+        node.remove_pod(web)
+        agent.start()
+        assert captured(node, mesh_pod(node, "late"))
+
+
+def test_base_cni_that_rewrites_its_chain_gets_the_entry_again(node: Node, tmp_path: Path) -> None:
+    with running(tmp_path, **on(node)) as agent:
+        conflist = json.loads((node.conf_dir / "10-test.conflist").read_text())
+        conflist["plugins"].pop()
+        node.write_conflist(conflist)
+        wait_for(lambda: chain(node) == ["bridge", "intercept-cni"])
+        wait_for(lambda: agent.status()["ready"])
+        assert captured(node, mesh_pod(node, "web"))
+
+
+def source_of(agent: Agent, name: str) -> object:
+    pod = agent.pod(name)
+    return pod and pod["source"]

@@ -1,0 +1,173 @@
+"""The running agent with its worker, its plugin and its pages, on real namespaces."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.agent import INJECTED, RESULT, ROOT, running, wait_for
+from tests.support.netns import inside, namespace
+
+EVERYTHING = {"inbound_ports_include": "*", "outbound_ip_ranges_include": "*"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def static(netns: str) -> list[dict[str, object]]:
+    return [{"name": "one", "netns": f"/run/netns/{netns}", "settings": EVERYTHING}]
+
+
+def generation(netns: str) -> int:
+    """Return the number that every transaction of nf_tables raises."""
+    listing = json.loads(inside(netns, "nft", "-j", "-a", "list", "ruleset"))
+    handles = [v["handle"] for item in listing["nftables"] for v in item.values() if "handle" in v]
+    return hash(tuple(handles))
+
+
+def test_named_namespace_is_captured_and_shown(folder: Path, netns: str) -> None:
+    with running(folder, static=static(netns)) as agent:
+        wait_for(lambda: agent.state("one") == "in-sync")
+        pod = agent.pod("one")
+        assert pod is not None
+        assert pod["captured"] is True
+        assert pod["reason"] == "static"
+        assert "table inet intercept-agent" in inside(netns, "nft", "list", "ruleset")
+        assert agent.get("health", "/healthz/ready") == (200, '{"ready": true, "pending": []}\n')
+        assert agent.get("health", "/healthz/live")[0] == 200
+        assert (
+            'intercept_pods{backend="nftables",state="in-sync"} 1.0'
+            in agent.get("status", "/metrics")[1]
+        )
+        assert json.loads(agent.get("status", "/debug/pods")[1])["pods"] == agent.ask("pods")
+
+
+def test_front_holds_no_right_to_change_networks(folder: Path, netns: str) -> None:
+    with running(folder, static=static(netns)) as agent:
+        wait_for(lambda: agent.state("one") == "in-sync")
+        assert agent.process is not None
+        for line in Path(f"/proc/{agent.process.pid}/status").read_text().splitlines():
+            if line.startswith(("CapEff", "CapPrm", "CapInh", "CapAmb")):
+                bits = int(line.split()[1], 16)
+                assert not bits >> 12 & 1, "CAP_NET_ADMIN"
+                assert not bits >> 21 & 1, "CAP_SYS_ADMIN"
+
+
+def test_add_captures_before_it_answers_and_again_changes_nothing(folder: Path, netns: str) -> None:
+    with running(folder) as agent:
+        assert agent.cni("ADD", netns) == (0, RESULT)
+        assert "table inet intercept-agent" in inside(netns, "nft", "list", "ruleset")
+        before = generation(netns)
+        assert agent.cni("ADD", netns) == (0, RESULT)
+        assert agent.cni("CHECK", netns) == (0, None)
+        assert generation(netns) == before
+        assert agent.cni("STATUS", "") == (0, None)
+
+
+def test_plain_pod_passes_and_bad_annotations_are_refused_in_words(
+    folder: Path, netns: str
+) -> None:
+    with running(folder) as agent:
+        assert agent.cni("ADD", netns, annotations={}) == (0, RESULT)
+        assert inside(netns, "nft", "list", "ruleset") == ""
+        bad = {**INJECTED, "traffic.sidecar.istio.io/includeInboundPorts": "70000"}
+        status, answer = agent.cni("ADD", netns, annotations=bad)
+        assert status == 1
+        assert "includeInboundPorts" in answer["msg"]
+        assert "70000" in answer["msg"]
+        assert "refused" in agent.kinds()
+
+
+def test_check_names_what_was_altered_and_it_is_repaired(folder: Path, netns: str) -> None:
+    with running(folder) as agent:
+        agent.cni("ADD", netns)
+        inside(netns, "nft", "delete", "table", "inet", "intercept-agent")
+        status, answer = agent.cni("CHECK", netns)
+        assert status == 0 or "ISTIO_OUTPUT" in answer["msg"]  # it may be repaired already
+        wait_for(lambda: "drift-repaired" in agent.kinds())
+        assert agent.cni("CHECK", netns) == (0, None)
+
+
+def test_del_is_always_fine(folder: Path, netns: str) -> None:
+    with running(folder) as agent:
+        agent.cni("ADD", netns)
+        assert agent.cni("DEL", netns) == (0, None)
+        assert agent.pod("web") is None
+        assert agent.cni("DEL", "") == (0, None)
+        agent.stop()
+        assert agent.cni("DEL", netns) == (0, None)
+
+
+def test_mesh_pod_is_refused_without_an_agent_and_starts_when_it_is_back(
+    folder: Path, netns: str
+) -> None:
+    with running(folder) as agent:
+        agent.stop()
+        status, answer = agent.cni("ADD", netns)
+        assert status == 1
+        assert "intercept-agent" in answer["msg"]
+        assert agent.cni("ADD", netns, annotations={}) == (0, RESULT)
+        agent.start()
+        assert agent.cni("ADD", netns) == (0, RESULT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_capture_outlives_the_agent_and_is_adopted_without_a_write(
+    folder: Path, netns: str, number: signal.Signals
+) -> None:
+    with running(folder, static=static(netns)) as agent:
+        wait_for(lambda: agent.state("one") == "in-sync")
+        before = generation(netns)
+        code = agent.stop(number)
+        assert code == (0 if number == signal.SIGTERM else -number)
+        assert generation(netns) == before
+        agent.start()
+        wait_for(lambda: agent.state("one") == "in-sync")
+        assert generation(netns) == before
+        assert agent.kinds() == []
+
+
+def test_worker_that_is_killed_is_started_again(folder: Path, netns: str) -> None:
+    with running(folder) as agent, namespace("second") as second:
+        agent.cni("ADD", netns)
+        first = agent.status()["worker_pid"]
+        os.kill(first, signal.SIGKILL)
+        inside(netns, "nft", "delete", "table", "inet", "intercept-agent")
+        wait_for(lambda: "table inet intercept-agent" in inside(netns, "nft", "list", "ruleset"))
+        assert agent.cni("ADD", second) == (0, RESULT)
+        assert agent.status()["worker_pid"] != first
+
+
+def test_alert_mode_tells_and_does_not_write(folder: Path, netns: str) -> None:
+    with running(folder, mode="alert") as agent:
+        agent.cni("ADD", netns)
+        wait_for(lambda: agent.state("web") == "in-sync")
+        inside(netns, "nft", "delete", "table", "inet", "intercept-agent")
+        wait_for(lambda: agent.state("web") == "drifted")
+        assert agent.kinds() == ["captured", "drift-found"]
+        assert inside(netns, "nft", "list", "ruleset") == ""
+
+
+def test_port_that_is_taken_ends_the_agent_with_a_sentence(folder: Path, netns: str) -> None:
+    with running(folder) as agent:
+        other = folder / "other.yaml"
+        config = {"socket": str(folder / "other.sock"), "health": {"port": agent.ports["health"]}}
+        other.write_text(yaml.safe_dump({**config, "status": {"port": 0}}))
+        done = subprocess.run(
+            [sys.executable, "-m", "agent.cli.main", "run", "--config", str(other)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert done.returncode == 3
+        assert f":{agent.ports['health']}" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,141 @@
+"""A running agent of a test's own: started, asked and ended as often as the test likes."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agent.cli.agent_client import AgentClient
+from agent.cni import plugin
+
+ROOT = Path(__file__).parents[2]
+INJECTED = {"sidecar.istio.io/status": "{}"}
+RESULT = {"cniVersion": "1.0.0", "ips": []}
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Agent:
+    """An agent in a folder of its own; started and ended as often as a test likes."""
+
+    def __init__(self, folder: Path, **config: object) -> None:
+        self.socket = folder / "agent.sock"
+        self.ports = {name: free_port() for name in ("health", "status")}
+        self._config = folder / "agent.yaml"
+        document = {
+            "socket": str(self.socket),
+            "state_dir": str(folder / "state"),
+            **{name: {"port": port} for name, port in self.ports.items()},
+            "cri": {"endpoint": "none"},
+            **config,
+        }
+        self._config.write_text(yaml.safe_dump(document))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "agent.cli.main", "run", "--config", str(self._config)]
+        self.process = subprocess.Popen(command, cwd=ROOT)
+        wait_for(self.socket.exists)
+        wait_for(lambda: self.status()["ready"])
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End the agent and return its exit code."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(20)
+        self.process = None
+        if number == signal.SIGKILL:
+            self.socket.unlink()
+        return code
+
+    def ask(self, do: str, **request: object) -> Any:
+        with AgentClient(self.socket) as client:
+            return client.ask(do, **request)
+
+    def status(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.ask("status")
+        return found
+
+    def pod(self, name: str) -> Mapping[str, Any] | None:
+        return next((pod for pod in self.ask("pods") if pod["name"] == name), None)
+
+    def state(self, name: str) -> str:
+        pod = self.pod(name)
+        return str(pod["state"]) if pod else "unknown"
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.ask("events", since=0, wait_s=0)]
+
+    def get(self, where: str, path: str) -> tuple[int, str]:
+        url = f"http://127.0.0.1:{self.ports[where]}{path}"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def cni(
+        self, verb: str, netns: str, *, annotations: Mapping[str, str] | None = INJECTED
+    ) -> tuple[int, Any]:
+        """Run the plugin as a runtime does and return its exit code and what it printed."""
+        conf: dict[str, object] = {
+            "cniVersion": "1.0.0",
+            "name": "net",
+            "type": "intercept-cni",
+            "socket": str(self.socket),
+            "prevResult": RESULT,
+        }
+        if annotations is not None:
+            conf["runtimeConfig"] = {plugin.ANNOTATIONS: annotations}
+        environment = {
+            "CNI_COMMAND": verb,
+            "CNI_CONTAINERID": "c0ffee",
+            "CNI_IFNAME": "eth0",
+            "CNI_NETNS": f"/run/netns/{netns}" if netns else "",
+            "CNI_ARGS": "K8S_POD_UID=u1;K8S_POD_NAMESPACE=shop;IgnoreUnknown=1;K8S_POD_NAME=web",
+        }
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", plugin.__file__],
+            input=json.dumps(conf),
+            text=True,
+            capture_output=True,
+            env=environment,
+            check=False,
+        )
+        return done.returncode, json.loads(done.stdout) if done.stdout else None
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(Exception):
+            if condition():
+                return
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(folder: Path, **config: object) -> Iterator[Agent]:
+    agent = Agent(folder, **config)
+    try:
+        agent.start()
+        yield agent
+    finally:
+        if agent.process is not None:
+            agent.process.kill()
+            agent.process.wait()

@@ -1,0 +1,212 @@
+"""The reconciler, against a worker that does as it is told: what it writes, says, tries again."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agent.node.events import Events
+from agent.node.reconciler import Reconciler, Wish
+from agent.node.worker_client import JobFailed, WorkerGone
+
+WISH = Wish(
+    key="pod/shop/web/u1",
+    namespace="shop",
+    name="web",
+    uid="u1",
+    sandbox_id="s1",
+    netns="/proc/self/ns/net",
+    settings={"inbound_ports_include": "*"},
+    reason="injected",
+    text="a sidecar was injected",
+    source="cri",
+)
+
+
+class FakeJobs:
+    """A namespace that is captured or not, and faults to come."""
+
+    def __init__(self, *, captured: bool = False) -> None:
+        self.captured = captured
+        self.done: list[str] = []
+        self.faults: list[JobFailed | WorkerGone] = []
+
+    async def job(
+        self, job: str, netns_fd: int, *, deadline_s: float = 1.0, **request: object
+    ) -> Mapping[str, object]:
+        await asyncio.sleep(0)
+        self.done.append(job)
+        if self.faults:
+            raise self.faults.pop(0)
+        if job == "check":
+            lines = [] if self.captured else ["+ nat: -A OUTPUT -j ISTIO_OUTPUT"]
+            found = {"backend": "nftables", "in_sync": self.captured}
+            return {**found, "differences": lines, "foreign": [], "warnings": []}
+        changed, self.captured = not self.captured, True
+        return {"backend": "nftables", "changed": changed, "duration_ms": 1.0}
+
+
+class FakeMeter:
+    def __init__(self) -> None:
+        self.counted: list[tuple[str, ...]] = []
+
+    def enrolled(self, result: str, reason: str) -> None:
+        self.counted.append(("enrolled", result, reason))
+
+    def applied(self, seconds: float) -> None:
+        self.counted.append(("applied",))
+
+    def drifted(self, result: str) -> None:
+        self.counted.append(("drifted", result))
+
+
+class Scene:
+    """A reconciler without pauses, its worker, and what was said."""
+
+    def __init__(self, jobs: FakeJobs, mode: str) -> None:
+        self.jobs, self.meter = jobs, FakeMeter()
+        self.events = Events(lambda: 0.0)
+        self.reconciler = Reconciler(
+            jobs, self.events, self.meter, mode=mode, backend="auto", spread=lambda _: 0.001
+        )
+
+    def kinds(self) -> list[str]:
+        return [str(event["kind"]) for event in self.events.since(0)]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110 - the state has no event of its own
+                await asyncio.sleep(0.001)
+
+
+def play(
+    part: Callable[[Scene], Awaitable[Any]], *, captured: bool = False, mode: str = "repair"
+) -> Scene:
+    async def run() -> Scene:
+        scene = Scene(FakeJobs(captured=captured), mode)
+        try:
+            await part(scene)
+        finally:
+            await scene.reconciler.close()
+        return scene
+
+    return asyncio.run(run())
+
+
+def test_pod_is_captured_once_and_then_only_looked_at() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: scene.jobs.done.count("check") > 3)
+        assert (pod.state, pod.backend) == ("in-sync", "nftables")
+
+    scene = play(part)
+    assert scene.jobs.done.count("apply") == 1
+    assert scene.kinds() == ["captured"]
+
+
+def test_what_is_captured_already_is_adopted_without_a_write() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+
+    scene = play(part, captured=True)
+    assert "apply" not in scene.jobs.done
+    assert scene.kinds() == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "kinds", "state"),
+    [
+        ("repair", ["drift-repaired"], "in-sync"),
+        ("alert", ["drift-found"], "drifted"),
+        ("observe", [], "drifted"),
+    ],
+)
+def test_drift_is_treated_as_the_mode_says(mode: str, kinds: list[str], state: str) -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        scene.jobs.captured = False
+        await scene.until(lambda: bool(scene.meter.counted))
+        await scene.until(lambda: pod.state == state)
+        looks = len(scene.jobs.done)
+        await scene.until(lambda: len(scene.jobs.done) > looks + 3)
+        assert pod.state == state
+
+    scene = play(part, captured=True, mode=mode)
+    assert scene.kinds() == kinds
+    assert [c for c in scene.meter.counted if c[0] == "drifted"] == [
+        ("drifted", "repaired" if mode == "repair" else "found")
+    ]
+
+
+def test_pod_that_is_not_of_the_mesh_is_left_alone() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(replace(WISH, settings=None, reason="not-injected"))
+        await scene.until(lambda: pod.state == "ignored")
+        assert pod.row()["captured"] is False
+
+    assert play(part).jobs.done == []
+
+
+def test_failure_is_told_once_and_tried_again_until_it_works() -> None:
+    async def part(scene: Scene) -> None:
+        scene.jobs.faults = [JobFailed("KernelRejected", "no luck", 4) for _ in range(3)]
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "failed")
+        await scene.until(lambda: pod.state == "in-sync")
+
+    assert play(part).kinds() == ["failed", "captured"]
+
+
+def test_job_of_a_worker_that_died_is_asked_for_again_at_once() -> None:
+    async def part(scene: Scene) -> None:
+        scene.jobs.faults = [WorkerGone("it died")]
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+
+    assert play(part).kinds() == ["captured"]
+
+
+def test_enrolment_that_fails_says_why_to_whoever_waits() -> None:
+    async def part(scene: Scene) -> None:
+        scene.jobs.faults = [JobFailed("KernelRejected", "no luck", 4)] * 2
+        with pytest.raises(JobFailed, match="no luck"):
+            await scene.reconciler.enrol(scene.reconciler.want(WISH))
+
+    play(part)
+
+
+def test_namespace_that_is_gone_is_a_sentence() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(replace(WISH, netns="/run/netns/it-never"))
+        await scene.until(lambda: pod.state == "failed")
+        assert "/run/netns/it-never cannot be opened" in pod.detail
+
+    play(part)
+
+
+def test_other_settings_are_applied() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        scene.jobs.captured = False
+        scene.reconciler.want(replace(WISH, settings={"inbound_ports_include": "80"}))
+        await scene.until(lambda: scene.jobs.captured)
+
+    assert play(part).jobs.done.count("apply") == 2
+
+
+def test_pod_that_is_gone_is_not_looked_at_any_more() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        await scene.reconciler.forget(WISH.key)
+        looks = len(scene.jobs.done)
+        await asyncio.sleep(0.02)
+        assert len(scene.jobs.done) == looks
+        assert scene.reconciler.pods == {}
+
+    play(part)
