@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent.kernel import files
 from agent.kernel.netns import Netns
-from agent.model.errors import EnvironmentLacks, InvalidSettings
+from agent.model.errors import InvalidSettings
 from agent.model.plan import LocalRoute, LoopbackAddress, PolicyRule, Route, plan
 from agent.model.ruleset import Family
 from agent.model.settings import parse
@@ -69,26 +70,8 @@ def save(netns: Netns, record: Record) -> None:
     path = _path(netns)
     if path is None:
         return
-    draft = f"{path}.{os.getpid()}.tmp"
-    try:
-        document = {"cookie": netns.cookie(), **_encode(record)}
-        _write(draft, json.dumps(document).encode())
-        os.rename(draft, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise EnvironmentLacks(f"cannot write the state file {path}: {error.strerror}") from error
-
-
-def _write(path: str, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    try:
-        fd = os.open(path, flags, 0o600)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        fd = os.open(path, flags, 0o600)
-    with open(fd, "wb") as file:
-        file.write(data)
+    document = {"cookie": netns.cookie(), **_encode(record)}
+    files.replace(path, json.dumps(document).encode())
 
 
 def drop(netns: Netns) -> None:

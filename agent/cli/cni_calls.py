@@ -12,6 +12,7 @@ from agent.model.decision import Decision, decide
 from agent.model.errors import AgentError
 from agent.model.pod import Namespace, Pod, Policy
 from agent.node.events import Events
+from agent.node.memory import Memory
 from agent.node.reconciler import Reconciler, Wish
 from agent.node.worker_client import WorkerClient
 from agent.observe.metrics import Metrics
@@ -44,6 +45,7 @@ class CniCalls:
         *,
         policy: Policy,
         backend: str,
+        memory: Memory,
         seen: Callable[[], None] = lambda: None,
     ) -> None:
         """`seen` is called whenever a pod has started or ended."""
@@ -53,6 +55,7 @@ class CniCalls:
         self._metrics = metrics
         self._policy = policy
         self._backend = backend
+        self._memory = memory
         self._seen = seen
 
     async def answer(self, request: Mapping[str, Any]) -> object:
@@ -98,13 +101,16 @@ class CniCalls:
             source="cni",
         )
         await self._reconciler.enrol(self._reconciler.want(wish))
+        await asyncio.to_thread(self._memory.keep, wish)
         self._seen()
         return None
 
     async def _delete(self, environment: Environment, conf: Conf) -> Refusal | None:
         """Forget the pod; its rules end with its namespace. A pod that is not known is fine."""
         pod = kube.cni(environment.get("ARGS", ""))
-        await self._reconciler.forget(pod_key("cni", pod.namespace, pod.name, pod.uid))
+        key = pod_key("cni", pod.namespace, pod.name, pod.uid)
+        await self._reconciler.forget(key)
+        await asyncio.to_thread(self._memory.drop, key)
         self._seen()
         return None
 

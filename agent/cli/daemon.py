@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,11 +24,13 @@ from agent.cni.watcher import State, Watcher
 from agent.formats.cni_config import Entry
 from agent.kernel import capabilities
 from agent.model.decision import decide
+from agent.model.errors import AgentError
 from agent.model.pod import Namespace, Pod, Policy
-from agent.node.config import Config
+from agent.node.config import Config, load
 from agent.node.cri.client import CriClient
 from agent.node.cri.source import CriSource
 from agent.node.events import Events
+from agent.node.memory import Memory
 from agent.node.reconciler import Reconciler, Wish
 from agent.node.source import Changed, Gone, PodRecord, Snapshot, Source, Update
 from agent.node.static_source import StaticSource
@@ -43,12 +44,15 @@ LONGEST_WAIT_S = 25.0
 
 
 class Daemon:
-    """One agent. `run` returns after SIGTERM or SIGINT."""
+    """One agent with one configuration, which is read again from `path` after SIGHUP."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, events: Events, metrics: Metrics, path: str | None) -> None:
         self._config = config
-        self._metrics = Metrics()
-        self._events = Events(time.time)
+        self._path = path
+        self._events = events
+        self._metrics = metrics
+        self._ended = asyncio.Event()
+        self._next: Config | None = None
         self._worker = WorkerClient()
         self._policy = Policy(
             exclude_namespaces=config.exclude_namespaces,
@@ -59,6 +63,7 @@ class Daemon:
         )
         self._sources = self._make_sources()
         self._watcher = self._make_watcher()
+        self._memory = Memory(config.state_dir)
         self._told: set[str] = set()
         self._addresses: dict[str, str | None] = {"health": None, "status": None}
 
@@ -92,19 +97,22 @@ class Daemon:
             if isinstance(source, CriSource):
                 source.poke()
 
-    async def run(self) -> None:
-        """Serve until told to end.
+    async def run(self) -> Config | None:
+        """Serve until SIGTERM or SIGINT, or until SIGHUP when the configuration is another one.
 
-        Raises: EnvironmentLacks if the socket or a port cannot be had.
+        Returns that other configuration, or None at the end. Raises: EnvironmentLacks if the socket
+        or a port cannot be had.
         """
         capabilities.drop(capabilities.NUMBERS)
-        ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, ended.set)
+            loop.add_signal_handler(number, self._ended.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._worker.close)
             stack.push_async_callback(self._reconciler.close)
+            for wish in await asyncio.to_thread(self._memory.load):
+                self._reconciler.want(wish)
             await self._open_doors(stack)
             async with asyncio.TaskGroup() as tasks:
                 running = [
@@ -114,10 +122,22 @@ class Daemon:
                 if self._watcher is not None:
                     running.append(tasks.create_task(self._watcher.run()))
                 log.info("started", extra={"socket": str(self._config.socket)})
-                await ended.wait()
+                await self._ended.wait()
                 for task in running:
                     task.cancel()
-        log.info("ended; every capture stays in place")
+        log.info("started anew" if self._next else "ended; every capture stays in place")
+        return self._next
+
+    def _reload(self) -> None:
+        try:
+            found = load(self._path)
+        except AgentError as error:
+            log.error("the new configuration is refused, the old one stays: %s", error)
+            return
+        if found != self._config:
+            # Nothing is lost by ending: what is captured is adopted without a write.
+            self._next = found
+            self._ended.set()
 
     async def _open_doors(self, stack: contextlib.AsyncExitStack) -> None:
         calls = CniCalls(
@@ -127,6 +147,7 @@ class Daemon:
             self._metrics,
             policy=self._policy,
             backend=self._config.backend,
+            memory=self._memory,
             seen=self._poke,
         )
         handlers = {
@@ -195,6 +216,7 @@ class Daemon:
     def _forget(self, source: str, key: str) -> None:
         known = self._reconciler.pods.get(key)
         if known is not None and known.wish.source == source:
+            self._memory.drop(key)
             task = asyncio.ensure_future(self._reconciler.forget(key))
             task.add_done_callback(lambda _: self._count())
 

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 
 from agent.model.errors import EnvironmentLacks
 from agent.node import config
@@ -13,6 +14,17 @@ EXAMPLES = """examples:
   intercept-agent run                                  with the defaults, as root
   intercept-agent run --config /etc/intercept-agent.yaml
 """
+
+
+class _Lines(logging.Formatter):
+    """One line a record: the level, the message and, as key=value, what was given with it."""
+
+    USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+    def format(self, record: logging.LogRecord) -> str:
+        given = vars(record).items()
+        more = "".join(f" {key}={value!s}" for key, value in given if key not in self.USUAL)
+        return f"{record.levelname} {super().format(record)}{more}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +36,19 @@ def run(arguments: argparse.Namespace) -> int:
     if os.geteuid() != 0:
         raise EnvironmentLacks("the agent enters namespaces, which needs root; run this as root")
     level = logging.DEBUG if arguments.verbose else logging.INFO
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    logging.basicConfig(handlers=[handler], level=level)
     # Read when grpc is loaded: it has nothing to say on stderr, and only the worker is forked.
     os.environ.update(GRPC_VERBOSITY="NONE", GRPC_ENABLE_FORK_SUPPORT="0")
     from agent.cli.daemon import Daemon
+    from agent.node.events import Events
+    from agent.observe.metrics import Metrics
 
     os.environ["INTERCEPT_STATE_DIR"] = str(found.state_dir)
-    asyncio.run(Daemon(found).run())
-    return 0
+    events, metrics = Events(time.time), Metrics()
+    while True:
+        wish = asyncio.run(Daemon(found, events, metrics, arguments.config).run())
+        if wish is None:
+            return 0
+        found = wish

@@ -55,6 +55,9 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "state_dir": (),
     "backend": (),
     "mode": (),
+    "capture": (),
+    "gate": (),
+    "guard": (),
     "cri": ("endpoint",),
     "cni": ("conf_dir", "bin_dir"),
     "health": ("address", "port"),
@@ -62,6 +65,8 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "exclude_namespaces": (),
     "static": (),
 }
+# Settings of which this version can do one value only; another is refused and never ignored.
+FIXED: Mapping[str, str] = {"capture": "sidecar", "gate": "closed", "guard": "off"}
 PREFIX = "INTERCEPT_"
 # Settings that may be automatic, or name both families at once: the namespace decides.
 FOUND_OUT_LATER = ("enable_ipv6", "dns_servers")
@@ -111,6 +116,11 @@ class _Reader:
             if key not in KNOWN:
                 hint = documents.nearest(key, KNOWN)
                 self.problems.append(f"configuration: {key}: no such key{hint}")
+        for key, only in FIXED.items():
+            value = self._raw.get(key, only)
+            # YAML reads a bare `off` as false.
+            if value != only and not (only == "off" and value is False):
+                self.problems.append(f"{key}: {value!r} is not there yet; only {only!r} is")
         fresh = Config()
         cni = self._section("cni")
         return Config(

@@ -1,6 +1,7 @@
 """Keeps each pod's capture as it should be: one task a pod, driven by state and not by events.
 
-Looking is cheap (two milliseconds), so a pod is looked at soon after a write and ever more rarely
+Looking is cheap (two milliseconds), so a pod is looked at whenever the kernel tells of a change in
+its namespace; it does not tell of every kind, so also soon after a write and ever more rarely
 later. What is already so is never written again, which is also how a restarted agent adopts what it
 finds. Every failure is tried again with growing pauses and a little randomness.
 """
@@ -21,6 +22,10 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 120.0
 LONGEST_RETRY_S = 60.0
 JITTER = 0.2
+# How long a change is given to be complete. It doubles with every repair that somebody undoes.
+SETTLE_S = 0.05
+LONGEST_SETTLE_S = 10.0
+CALM_S = 16.0  # a capture that was found whole after such a pause has held
 SHOWN_DIFFERENCES = 3
 
 
@@ -59,6 +64,9 @@ class Pod:
     enrolled: bool = False
     failures: int = 0
     pause_s: float = FIRST_PAUSE_S
+    settle_s: float = SETTLE_S
+    watch: int | None = None
+    watched: str = ""  # the sandbox that `watch` is about
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
@@ -83,7 +91,7 @@ class Jobs(Protocol):
     """The one door to namespaces; `WorkerClient` is the real one."""
 
     async def job(
-        self, job: str, netns_fd: int, *, deadline_s: float = ..., **request: object
+        self, job: str, netns_fd: int, *pipe: int, deadline_s: float = ..., **request: object
     ) -> Mapping[str, object]: ...
 
 
@@ -135,6 +143,7 @@ class Reconciler:
             pod.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await pod.task
+            _unwatch(pod)
 
     async def close(self) -> None:
         """Stop keeping all pods; every capture stays in place."""
@@ -160,6 +169,7 @@ class Reconciler:
                 pause_s = await self._once(pod)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(pod.wake.wait(), self._spread(pause_s))
+                await asyncio.sleep(pod.settle_s)
 
     async def _once(self, pod: Pod) -> float:
         """Look at a pod, mend it if the mode says so, and return how long to wait."""
@@ -172,10 +182,14 @@ class Reconciler:
             self._failed(pod, error)
             return min(FIRST_PAUSE_S * float(2 ** min(pod.failures, 10)), LONGEST_RETRY_S)
         pod.failures = 0
+        if pod.pause_s >= CALM_S:
+            pod.settle_s = SETTLE_S
         pod.pause_s = min(pod.pause_s * 2, LONGEST_PAUSE_S)
         return pod.pause_s
 
     async def _look(self, pod: Pod) -> None:
+        if pod.watch is None or pod.watched != pod.wish.sandbox_id:
+            await self._watch(pod)
         found = await self._job(pod, "check")
         pod.backend = str(found["backend"])
         if found["in_sync"]:
@@ -191,7 +205,23 @@ class Reconciler:
         pod.state = "repairing"
         await self._apply(pod)
         if drifted:
+            pod.settle_s = min(pod.settle_s * 2, LONGEST_SETTLE_S)
             self._drifted(pod, shown, "repaired")
+
+    async def _watch(self, pod: Pod) -> None:
+        """Be woken by what changes in the namespace from now on."""
+        _unwatch(pod)
+        sandbox = pod.wish.sandbox_id
+        ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            await self._job(pod, "watch", theirs)
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        pod.watch, pod.watched = ours, sandbox
+        asyncio.get_running_loop().add_reader(ours, _changed, pod)
 
     def _drifted(self, pod: Pod, shown: str, result: str) -> None:
         repaired = result == "repaired"
@@ -216,28 +246,29 @@ class Reconciler:
             how = f"captured by {pod.backend}: {pod.wish.text}"
             self._events.add("captured", pod.wish.label, how)
 
-    async def _job(self, pod: Pod, job: str) -> Mapping[str, object]:
+    async def _job(self, pod: Pod, job: str, *pipe: int) -> Mapping[str, object]:
         path = pod.wish.netns
         if path is None:
             raise AgentError("its network namespace is not known yet")
         try:
             fd = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
+            _unwatch(pod)  # or what is left of the namespace would be kept by its own watch
             raise AgentError(
                 f"its network namespace {path} cannot be opened: {error.strerror}"
             ) from error
         try:
             try:
-                return await self._ask(pod, job, fd)
+                return await self._ask(pod, job, fd, *pipe)
             except WorkerGone:  # once more: it is started again, and jobs may be repeated
-                return await self._ask(pod, job, fd)
+                return await self._ask(pod, job, fd, *pipe)
         finally:
             os.close(fd)
 
-    async def _ask(self, pod: Pod, job: str, fd: int) -> Mapping[str, object]:
+    async def _ask(self, pod: Pod, job: str, *fds: int) -> Mapping[str, object]:
         wish = pod.wish
         return await self._jobs.job(
-            job, fd, settings=wish.settings, backend=self._backend, name=wish.netns
+            job, *fds, settings=wish.settings, backend=self._backend, name=wish.netns
         )
 
     def _failed(self, pod: Pod, error: AgentError) -> None:
@@ -247,6 +278,22 @@ class Reconciler:
             self._events.add("failed", pod.wish.label, said)
             self._meter.enrolled("failed", pod.wish.reason)
         pod.state, pod.detail = "failed", said
+
+
+def _changed(pod: Pod) -> None:
+    """Look soon; where the worker is gone, which closes the pipe, that look starts a new watch."""
+    assert pod.watch is not None
+    with contextlib.suppress(BlockingIOError):
+        if not os.read(pod.watch, 4096):
+            _unwatch(pod)
+    pod.wake.set()
+
+
+def _unwatch(pod: Pod) -> None:
+    if pod.watch is not None:
+        asyncio.get_running_loop().remove_reader(pod.watch)
+        os.close(pod.watch)
+        pod.watch = None
 
 
 def _list(value: object) -> list[object]:

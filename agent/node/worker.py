@@ -24,6 +24,7 @@ from agent.capture.check import check
 from agent.capture.inputs import Target, settings_for
 from agent.capture.observe import observe
 from agent.capture.probing.probe import passed, probe
+from agent.kernel.changes import Changes
 from agent.kernel.netns import Netns, NetnsId, refuse_node
 from agent.kernel.xtables_worker import HEADER, receive_exactly
 from agent.model.errors import AgentError, InvalidSettings
@@ -32,6 +33,9 @@ from agent.model.wanted import captures
 
 # Enough that one pod with a slow tool does not hold up the others; the machine has few cores.
 THREADS = 4
+MAX_FDS = 2  # the namespace, and a pipe for the one job that needs one
+
+CHANGES = Changes()
 
 Job = Callable[[Netns, Mapping[str, Any]], dict[str, object]]
 
@@ -73,12 +77,19 @@ def _probe(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     return {"passed": passed(results), "results": [asdict(result) for result in results]}
 
 
+def _watch(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
+    """Tell a pipe of every change that follows, until nobody reads it."""
+    CHANGES.watch(netns, request["pipe"])
+    return {}
+
+
 JOBS: Mapping[str, Job] = {
     "apply": _apply,
     "check": _check,
     "remove": _remove,
     "look": _look,
     "probe": _probe,
+    "watch": _watch,
 }
 
 
@@ -93,7 +104,7 @@ class Worker:
     def serve(self) -> None:
         """Do jobs until the other side is gone."""
         while True:
-            size_of_fds = socket.CMSG_LEN(array.array("i").itemsize)
+            size_of_fds = socket.CMSG_LEN(MAX_FDS * array.array("i").itemsize)
             header, ancillary, _, _ = self._socket.recvmsg(HEADER.size, size_of_fds)
             if not header:
                 return
@@ -101,10 +112,15 @@ class Worker:
             for _, _, data in ancillary:
                 fds.frombytes(data)
             request = json.loads(receive_exactly(self._socket, HEADER.unpack(header)[0]))
-            self._pool.submit(self._answer, request, fds[0] if fds else -1)
+            self._pool.submit(self._answer, request, list(fds))
 
-    def _answer(self, request: Mapping[str, Any], fd: int) -> None:
-        reply = {"id": request["id"], **_do(request, fd)}
+    def _answer(self, request: Mapping[str, Any], fds: list[int]) -> None:
+        netns_fd, pipe = (*fds, -1, -1)[:MAX_FDS]
+        try:
+            reply = {"id": request["id"], **_do({**request, "pipe": pipe}, netns_fd)}
+        finally:
+            if pipe >= 0:
+                os.close(pipe)
         payload = json.dumps(reply).encode()
         with self._writing, contextlib.suppress(OSError):
             self._socket.sendall(struct.pack("!I", len(payload)) + payload)

@@ -56,9 +56,16 @@ class WorkerClient:
         return self._process.pid if self._process else None
 
     async def job(
-        self, job: str, netns_fd: int, *, deadline_s: float = DEADLINE_S, **request: object
+        self,
+        job: str,
+        netns_fd: int,
+        *pipe: int,
+        deadline_s: float = DEADLINE_S,
+        **request: object,
     ) -> Mapping[str, Any]:
         """Have a job done in the namespace behind `netns_fd` and return its result.
+
+        `pipe` is the end to write to, for the job that goes on telling of changes.
 
         Raises: JobFailed with the worker's sentence; WorkerGone if it died, or was killed because
         it did not answer within `deadline_s` seconds.
@@ -71,7 +78,7 @@ class WorkerClient:
             payload = json.dumps({"id": number, "job": job, **request}).encode()
             data = HEADER.pack(len(payload)) + payload
             try:
-                await asyncio.to_thread(socket.send_fds, sock, [data], [netns_fd])
+                await asyncio.to_thread(socket.send_fds, sock, [data], [netns_fd, *pipe])
             except OSError as error:
                 self._fail(f"the worker cannot be reached: {error.strerror}")
         try:

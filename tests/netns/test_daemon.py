@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.support.agent import INJECTED, RESULT, ROOT, running, wait_for
-from tests.support.netns import inside, namespace
+from tests.support.netns import inside, namespace, run
 
 EVERYTHING = {"inbound_ports_include": "*", "outbound_ip_ranges_include": "*"}
 
@@ -171,3 +171,58 @@ def test_port_that_is_taken_ends_the_agent_with_a_sentence(folder: Path, netns: 
         assert done.returncode == 3
         assert f":{agent.ports['health']}" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_namespace_that_is_watched_goes_away_when_its_pod_does(folder: Path, netns: str) -> None:
+    with namespace("gone") as name, running(folder, static=static(name)) as agent:
+        wait_for(lambda: agent.state("one") == "in-sync")
+        peer = ("type", "veth", "peer", "name", "there", "netns", name)
+        inside(netns, "ip", "link", "add", "here", *peer)
+        run("ip", "netns", "del", name)
+        # The kernel takes the pair away when it destroys the namespace of one of them.
+        wait_for(lambda: "here" not in inside(netns, "ip", "-br", "link"))
+
+
+def test_sighup_reads_the_configuration_again_and_writes_nothing(folder: Path, netns: str) -> None:
+    with running(folder, static=static(netns)) as agent:
+        wait_for(lambda: agent.state("one") == "in-sync")
+        before = generation(netns)
+        agent.configure(static=static(netns), mode="alert")
+        agent.tell(signal.SIGHUP)
+        wait_for(lambda: agent.status()["mode"] == "alert")
+        wait_for(lambda: agent.state("one") == "in-sync")
+        assert generation(netns) == before
+        assert agent.kinds() == ["captured"]
+
+
+def test_configuration_that_is_wrong_changes_nothing_on_sighup(
+    folder: Path, netns: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with running(folder, static=static(netns)) as agent:
+        agent.configure(mode="repiar")
+        agent.tell(signal.SIGHUP)
+        wait_for(lambda: "the old one stays: mode: 'repiar'" in capfd.readouterr().err)
+        assert agent.status()["mode"] == "repair"
+
+
+def test_pod_that_only_the_plugin_told_of_is_kept_over_a_restart(folder: Path, netns: str) -> None:
+    with running(folder) as agent:
+        assert agent.cni("ADD", netns)[0] == 0
+        agent.stop(signal.SIGKILL)
+        agent.start()
+        wait_for(lambda: agent.state("web") == "in-sync")
+        agent.cni("DEL", netns)
+        agent.stop()
+        agent.start()
+        assert agent.pod("web") is None
+
+
+def test_pod_whose_namespace_ended_while_no_agent_ran_is_forgotten(folder: Path) -> None:
+    with running(folder) as agent, namespace("gone") as name:
+        assert agent.cni("ADD", name)[0] == 0
+        agent.stop()
+        run("ip", "netns", "del", name)
+        run("ip", "netns", "add", name)
+        agent.start()
+        assert agent.pod("web") is None
+        assert inside(name, "nft", "list", "ruleset") == ""

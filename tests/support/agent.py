@@ -36,15 +36,18 @@ class Agent:
         self.socket = folder / "agent.sock"
         self.ports = {name: free_port() for name in ("health", "status")}
         self._config = folder / "agent.yaml"
+        self.configure(**config)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def configure(self, **config: object) -> None:
         document = {
             "socket": str(self.socket),
-            "state_dir": str(folder / "state"),
+            "state_dir": str(self.socket.with_name("state")),
             **{name: {"port": port} for name, port in self.ports.items()},
             "cri": {"endpoint": "none"},
             **config,
         }
         self._config.write_text(yaml.safe_dump(document))
-        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "agent.cli.main", "run", "--config", str(self._config)]
@@ -52,10 +55,14 @@ class Agent:
         wait_for(self.socket.exists)
         wait_for(lambda: self.status()["ready"])
 
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End the agent and return its exit code."""
+    def tell(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End the agent and return its exit code."""
+        self.tell(number)
+        assert self.process is not None
         code = self.process.wait(20)
         self.process = None
         if number == signal.SIGKILL:

@@ -79,3 +79,14 @@ def test_every_mistake_is_told_at_once(tmp_path: Path) -> None:
         "the name a is given twice",
     ):
         assert word in told
+
+
+@pytest.mark.parametrize("text", ["capture: sidecar", "gate: closed", "guard: off"])
+def test_what_this_version_does_anyway_may_be_said(tmp_path: Path, text: str) -> None:
+    assert load(written(tmp_path, text), {}) == Config()
+
+
+@pytest.mark.parametrize("text", ["capture: ambient", "gate: listener", "guard: standing"])
+def test_what_is_not_there_yet_is_refused_and_not_ignored(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidSettings, match="is not there yet"):
+        load(written(tmp_path, text), {})

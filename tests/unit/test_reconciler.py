@@ -1,6 +1,7 @@
 """The reconciler, against a worker that does as it is told: what it writes, says, tries again."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent.node.events import Events
-from agent.node.reconciler import Reconciler, Wish
+from agent.node.reconciler import SETTLE_S, Reconciler, Wish
 from agent.node.worker_client import JobFailed, WorkerGone
 
 WISH = Wish(
@@ -31,12 +32,17 @@ class FakeJobs:
     def __init__(self, *, captured: bool = False) -> None:
         self.captured = captured
         self.done: list[str] = []
+        self.pipe, self.watches = -1, 0
         self.faults: list[JobFailed | WorkerGone] = []
 
     async def job(
-        self, job: str, netns_fd: int, *, deadline_s: float = 1.0, **request: object
+        self, job: str, netns_fd: int, *pipe: int, deadline_s: float = 1.0, **request: object
     ) -> Mapping[str, object]:
         await asyncio.sleep(0)
+        if job == "watch":
+            self.pipe = os.dup(pipe[0])
+            self.watches += 1
+            return {}
         self.done.append(job)
         if self.faults:
             raise self.faults.pop(0)
@@ -210,3 +216,39 @@ def test_pod_that_is_gone_is_not_looked_at_any_more() -> None:
         assert scene.reconciler.pods == {}
 
     play(part)
+
+
+def test_change_in_the_namespace_is_looked_at_at_once() -> None:
+    async def part(scene: Scene) -> None:
+        scene.reconciler._spread = lambda _: 60.0  # nothing but news wakes it
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        scene.jobs.captured = False
+        os.write(scene.jobs.pipe, b"!")
+        await scene.until(lambda: scene.jobs.captured)
+
+    assert play(part, captured=True).kinds() == ["drift-repaired"]
+
+
+def test_watch_that_ended_with_its_worker_is_made_again() -> None:
+    async def part(scene: Scene) -> None:
+        scene.reconciler._spread = lambda _: 60.0
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        first = scene.jobs.pipe
+        os.close(first)
+        await scene.until(lambda: scene.jobs.watches == 2)
+
+    play(part, captured=True)
+
+
+def test_repairs_that_do_not_hold_become_rarer() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        for _ in range(3):
+            scene.jobs.captured = False
+            await scene.until(lambda: scene.jobs.captured)
+        assert pod.settle_s > 4 * SETTLE_S
+
+    play(part, captured=True)
