@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from agent.capture.inputs import Target
+from agent.cli.pod_lookup import netns_of
 from agent.kernel import netns
 from agent.model.errors import EnvironmentLacks
 
@@ -15,7 +16,7 @@ def add_netns_option(parser: argparse.ArgumentParser, *, required: bool = True) 
         "--netns",
         metavar="NS",
         required=required,
-        help="a name under /run/netns, a path, pid:N, container:ID or self",
+        help="a name under /run/netns, a path, pid:N, container:ID, pod:NAMESPACE/NAME or self",
     )
 
 
@@ -27,7 +28,7 @@ def opened(name: str, *, allow_node: bool = False) -> Iterator[Target]:
     """
     if os.geteuid() != 0:
         raise EnvironmentLacks(f"entering the namespace {name} needs root; run this as root")
-    found, is_self = netns.open_target(name)
+    found, is_self = netns.open_target(netns_of(name))
     with found:
         if not allow_node:
             netns.refuse_node(found, is_self=is_self)

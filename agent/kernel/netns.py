@@ -241,11 +241,6 @@ def open_target(text: str) -> tuple[Netns, bool]:
         return Netns.open(_pid_path(rest)), False
     if colon and kind == "container":
         return Netns.open(_pid_path(str(_container_pid(rest)))), False
-    if colon and kind == "pod":
-        raise NamespaceRefused(
-            f"{text} can only be resolved by a running agent, and none answers; "
-            "name the namespace by pid:N, container:ID or its path"
-        )
     if "/" in text:
         return Netns.open(text), False
     if not text or text in (".", ".."):

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from agent.cli.main import main
 from tests.containerd.node import SUBNETS_DUAL, Node, Pod, containerd_node
 from tests.support.agent import INJECTED, Agent, running, wait_for
 
@@ -87,6 +88,44 @@ def test_base_cni_that_rewrites_its_chain_gets_the_entry_again(node: Node, tmp_p
         wait_for(lambda: chain(node) == ["bridge", "intercept-cni"])
         wait_for(lambda: agent.status()["ready"])
         assert captured(node, mesh_pod(node, "web"))
+
+
+@pytest.mark.parametrize("who", ["the agent knows", "the container runtime knows"])
+def test_commands_find_a_pod_by_its_name(
+    node: Node,
+    tmp_path: Path,
+    who: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node.run_pod("node-pod", "shop", host_network=True)
+    with running(tmp_path, **on(node)) as agent:
+        mesh_pod(node, "web")
+        wait_for(lambda: source_of(agent, "web") == "cri")
+        wait_for(lambda: agent.pod("node-pod"))
+        monkeypatch.setenv("INTERCEPT_SOCKET", str(agent.socket))
+        monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", f"unix://{node.socket}")
+        if who == "the container runtime knows":
+            agent.stop()
+        assert main(["check", "--netns", "pod:shop/web"]) == 0
+        capsys.readouterr()
+        assert main(["check", "--netns", "pod:shop/never"]) == 3
+        assert f"{who} no pod never of the namespace shop" in capsys.readouterr().err
+        assert main(["check", "--netns", "pod:shop/node-pod"]) == 3
+        assert "host network" in capsys.readouterr().err
+
+
+def test_pod_that_nobody_can_be_asked_about_is_refused_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INTERCEPT_SOCKET", str(tmp_path / "agent.sock"))
+    monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", f"unix://{tmp_path}/runtime.sock")
+    assert main(["check", "--netns", "pod:shop/web"]) == 3
+    said = capsys.readouterr().err
+    assert "no agent answers on" in said
+    assert "no container runtime answers" in said
+    assert main(["check", "--netns", "pod:web"]) == 3
+    assert "write pod:NAMESPACE/NAME" in capsys.readouterr().err
 
 
 def source_of(agent: Agent, name: str) -> object:

@@ -1,0 +1,60 @@
+"""Finds the namespace of `pod:NAMESPACE/NAME`: asks the running agent, or else the runtime."""
+
+import asyncio
+from collections.abc import Iterable
+
+from agent.cli.agent_client import AgentClient
+from agent.model.errors import EnvironmentLacks, NamespaceRefused
+from agent.node import config
+from agent.node.config import Config
+
+PREFIX = "pod:"
+
+
+def netns_of(target: str) -> str:
+    """Return the path of a pod's namespace; anything but `pod:...` is returned as it is.
+
+    Raises: NamespaceRefused if there is no such pod here, it has none of its own, or nobody can be
+    asked.
+    """
+    if not target.startswith(PREFIX):
+        return target
+    namespace, slash, name = target.removeprefix(PREFIX).partition("/")
+    if not (namespace and slash and name):
+        raise NamespaceRefused(f"{target} is not a pod: write {PREFIX}NAMESPACE/NAME")
+    known = config.load(None)
+    try:
+        who, pods = "the agent knows", _ask_agent(known)
+    except EnvironmentLacks as agent:
+        who = "the container runtime knows"
+        try:
+            pods = asyncio.run(_ask_runtime(known))
+        except EnvironmentLacks as runtime:
+            raise NamespaceRefused(f"{target} cannot be looked up: {agent}; {runtime}") from None
+    found = [netns for *pod, netns in pods if pod == [namespace, name]]
+    if not found:
+        raise NamespaceRefused(f"{who} no pod {name} of the namespace {namespace} on this node")
+    if found[-1] is None:
+        raise NamespaceRefused(f"{target} has no network namespace of its own (host network)")
+    return found[-1]
+
+
+Row = tuple[str, str, str | None]
+
+
+def _ask_agent(known: Config) -> Iterable[Row]:
+    with AgentClient(known.socket) as agent:
+        return [(pod["namespace"], pod["name"], pod["netns"]) for pod in agent.ask("pods")]
+
+
+async def _ask_runtime(known: Config) -> Iterable[Row]:
+    if known.cri_endpoint == "none":
+        raise EnvironmentLacks("no runtime is configured")
+    # Here and not above: loading grpc takes longer than most commands.
+    from agent.node.cri import pods
+    from agent.node.cri.client import CriClient
+    from agent.node.cri.source import alive
+
+    async with CriClient(known.cri_endpoint) as client:
+        view = pods.view(await client.sandboxes(), alive)
+    return [(pod.namespace, pod.name, pod.netns) for pod in view.pods.values()]
