@@ -23,7 +23,7 @@ LOCKS := requirements-build.lock requirements.lock
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
-run: $(VENV)/installed ## show the agent at work on throwaway namespaces of this machine (root)
+run: $(VENV)/installed ## show the agent at work, on a pod and on a node, both thrown away (root)
 	$(RUN) -m tests.e2e.demo
 
 test: check ## run the checks and all tests; without root the netns tests are skipped

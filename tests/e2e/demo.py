@@ -1,7 +1,8 @@
-"""Show the agent at work: one pod with a real Envoy, captured, proved, explained and released.
+"""Show the agent at work: on one pod with a real Envoy, then as the daemon of a whole node.
 
-Run as root: `python -m tests.e2e.demo`. It works on two network namespaces of its own, which it
-removes again, also when it is interrupted. It ends with 0 if everything went as it should.
+Run as root: `python -m tests.e2e.demo`. It works on network namespaces and a container runtime of
+its own, which it removes again, also when it is interrupted. It ends with 0 if everything went as
+it should.
 """
 
 import os
@@ -11,10 +12,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from agent.model import numbers
+from tests.containerd.node import SUBNETS_DUAL, containerd_node
+from tests.support.agent import INJECTED, running, wait_for
 from tests.support.pod import (
     APP_PORT,
     APP_UID,
@@ -152,6 +156,38 @@ def show(pod: Pod) -> None:
     line("rules, routes and addresses are byte for byte what they were before")
 
 
+def show_node(folder: Path) -> None:
+    """Let a real containerd start pods on a node with the agent. Raises: Unexpected."""
+    heading(
+        "8. A node: containerd, its CNI plugins, and the agent, which chains its own behind them"
+    )
+    with containerd_node(subnets=SUBNETS_DUAL) as node:
+        config = {
+            "cri": {"endpoint": f"unix://{node.socket}"},
+            "cni": {"conf_dir": str(node.conf_dir), "bin_dir": str(node.bin_dir)},
+        }
+        with running(folder, **config) as daemon:
+            os.environ["INTERCEPT_SOCKET"] = str(daemon.socket)
+            web = node.run_pod("web", "shop", labels={"app": "web"}, annotations=INJECTED)
+            node.run_pod("cart", "shop", labels={"app": "cart"}, annotations=INJECTED)
+            node.run_pod("plain", "default")
+            line("three pods started: web and cart with a sidecar injected, plain without")
+            wait_for(lambda: daemon.state("plain") == "ignored")
+            wait_for(lambda: daemon.state("web") == daemon.state("cart") == "in-sync")
+            agent("status")
+            agent("pods")
+
+            heading("9. Somebody flushes the rules of a pod; the agent puts them back")
+            node.run("nsenter", f"--net={web.netns}", "nft", "flush", "ruleset")
+            wait_for(lambda: "drift-repaired" in daemon.kinds())
+            agent("events")
+            agent("check", "--netns", "pod:shop/web")
+
+            heading("10. The agent is killed; its captures stay")
+            daemon.stop(signal.SIGKILL)
+            agent("check", "--netns", f"pid:{web.pid}")
+
+
 def main() -> int:
     """Run the demo; return its exit code. Everything it made is gone when this returns."""
     if os.geteuid() != 0:
@@ -159,9 +195,12 @@ def main() -> int:
         return 3
     signal.signal(signal.SIGTERM, _interrupted)
     try:
-        with tempfile.TemporaryDirectory(prefix="it-") as state, Pod() as pod:
-            os.environ["INTERCEPT_STATE_DIR"] = state  # interrupted, it leaves no record behind
-            show(pod)
+        with tempfile.TemporaryDirectory(prefix="it-") as folder:
+            state = Path(folder, "state")
+            os.environ["INTERCEPT_STATE_DIR"] = str(state)  # interrupted, it leaves no record
+            with Pod() as pod:
+                show(pod)
+            show_node(Path(folder))
     except BrokenPipeError:  # nobody reads on (`make run | head`); what was made is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -171,7 +210,7 @@ def main() -> int:
     except (Unexpected, AssertionError, ImportError, OSError) as failure:
         print(f"\n{paint('Failed:', RED)} {failure}", file=sys.stderr)
         return 1
-    heading(paint("Done.", GREEN) + " Both namespaces are gone.")
+    heading(paint("Done.", GREEN) + " Everything that the demo made is gone.")
     return 0
 
 
