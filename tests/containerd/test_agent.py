@@ -1,8 +1,12 @@
 """The agent on a real node: a chain that it enters by itself, pods that the runtime starts."""
 
+import contextlib
 import json
+import re
 import signal
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -12,6 +16,7 @@ from agent.cli.main import main
 from tests.containerd.node import SUBNETS_DUAL, Node, Pod, containerd_node
 from tests.support.agent import INJECTED, Agent, running, wait_for
 
+MANY = 20
 MESH = {"sidecar.istio.io/inject": "true"}
 
 
@@ -126,6 +131,59 @@ def test_pod_that_nobody_can_be_asked_about_is_refused_in_words(
     assert "no container runtime answers" in said
     assert main(["check", "--netns", "pod:web"]) == 3
     assert "write pod:NAMESPACE/NAME" in capsys.readouterr().err
+
+
+def test_many_pods_at_once_are_each_as_they_should_be_also_after_a_restart(
+    node: Node, tmp_path: Path
+) -> None:
+    with running(tmp_path, **on(node)) as agent, ThreadPoolExecutor(4) as pool:
+        mesh = list(pool.map(lambda n: mesh_pod(node, f"mesh-{n}"), range(MANY)))
+        plain = list(pool.map(lambda n: node.run_pod(f"plain-{n}"), range(MANY // 4)))
+        expected = {
+            **{pod.name: "in-sync" for pod in mesh},
+            **{pod.name: "ignored" for pod in plain},
+        }
+        wait_for(lambda: states(agent) == expected)
+        handles = [rule_handles(node, pod) for pod in mesh]
+        agent.stop(signal.SIGKILL)
+        agent.start()
+        wait_for(lambda: states(agent) == expected)
+        assert [rule_handles(node, pod) for pod in mesh] == handles
+        assert f'state="in-sync"}} {MANY}.0' in agent.get("status", "/metrics")[1]
+
+
+def test_no_mesh_pod_starts_uncaptured_while_the_agent_is_killed_again_and_again(
+    node: Node, tmp_path: Path
+) -> None:
+    started: list[Pod] = []
+
+    def start(number: int) -> None:
+        for _ in range(50):  # as the kubelet does
+            with contextlib.suppress(grpc.RpcError):
+                started.append(mesh_pod(node, f"mesh-{number}"))
+                return
+
+    with running(tmp_path, **on(node)) as agent, ThreadPoolExecutor(2) as pool:
+        starting = [pool.submit(start, number) for number in range(MANY)]
+        while not all(future.done() for future in starting):
+            agent.stop(signal.SIGKILL)
+            agent.start()
+            time.sleep(0.2)
+        for future in starting:
+            future.result()
+        assert len(started) == MANY
+        assert all(captured(node, pod) for pod in started)
+
+
+def states(agent: Agent) -> dict[str, str]:
+    return {pod["name"]: pod["state"] for pod in agent.ask("pods")}
+
+
+def rule_handles(node: Node, pod: Pod) -> list[str]:
+    """Return the numbers of a pod's rules: one that is written again has another."""
+    assert pod.netns is not None
+    listing = node.run("nsenter", f"--net={pod.netns}", "nft", "-a", "list", "ruleset")
+    return re.findall(r"handle \d+", listing)
 
 
 def source_of(agent: Agent, name: str) -> object:
