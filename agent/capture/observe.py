@@ -13,7 +13,7 @@ from agent.backends import registry
 from agent.backends.nftables import TABLE
 from agent.backends.session import Session
 from agent.formats import nft_json
-from agent.kernel import routing
+from agent.kernel import nft, routing
 from agent.model import owned
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import Rulesets
@@ -62,7 +62,7 @@ def hidden(session: Session, have: NamespaceState) -> tuple[str, ...]:
 
     Raises: StateUnreadable.
     """
-    if not have.unreadable and session.nft is not None:
+    if not have.unreadable and nft.missing() is None:  # asking the session would open its door
         return ()
     try:
         signs = session.eye.capture_signs(owned.CHAIN_PREFIX, TABLE)

@@ -10,7 +10,9 @@ import threading
 import time
 from typing import Protocol
 
-QUEUE_SIZE = 256
+# What waits holds memory (0.3 MB a libnftables context) and its namespace; beyond this, callers
+# that come faster than the kernel closes close for themselves.
+QUEUE_SIZE = 16
 # Closing starts when the caller has gone on: it would hold the interpreter lock against it.
 PAUSE_S = 0.005
 

@@ -20,6 +20,9 @@ from agent.node.worker_client import WorkerGone
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 120.0
+# Where the kernel tells of every change, the sweep is there only for news that got lost.
+TOLD = frozenset({"nftables", "iptables-nft"})
+LONGEST_PAUSE_IF_TOLD_S = 300.0
 LONGEST_RETRY_S = 60.0
 JITTER = 0.2
 # How long a change is given to be complete. It doubles with every repair that somebody undoes.
@@ -184,7 +187,8 @@ class Reconciler:
         pod.failures = 0
         if pod.pause_s >= CALM_S:
             pod.settle_s = SETTLE_S
-        pod.pause_s = min(pod.pause_s * 2, LONGEST_PAUSE_S)
+        longest = LONGEST_PAUSE_IF_TOLD_S if pod.backend in TOLD else LONGEST_PAUSE_S
+        pod.pause_s = min(pod.pause_s * 2, longest)
         return pod.pause_s
 
     async def _look(self, pod: Pod) -> None:

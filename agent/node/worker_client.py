@@ -121,7 +121,8 @@ class WorkerClient:
                 *(sys.executable, "-P", "-m", "agent.node.worker", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": PACKAGE_ROOT},
+                # One arena: with one a thread the C library keeps what each thread once used.
+                env={**os.environ, "PYTHONPATH": PACKAGE_ROOT, "MALLOC_ARENA_MAX": "1"},
             )
         self._socket = ours
         self.restarts += 1

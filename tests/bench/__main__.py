@@ -21,6 +21,7 @@ from agent.kernel.netns import Netns
 from agent.model.plan import plan
 from agent.model.ruleset import Family
 from agent.model.settings import Settings, parse
+from tests.bench import node
 from tests.support.netns import namespace, path_of
 
 RUNS = 25
@@ -103,6 +104,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="it-") as state:
         os.environ["INTERCEPT_STATE_DIR"] = state  # the records of all these namespaces
         table()
+        node.show()
     return 0
 
 

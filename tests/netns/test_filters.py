@@ -5,7 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from agent.backends.session import Session, reading
+from agent.capture.apply import apply
+from agent.capture.check import check
 from agent.kernel.netns import Netns
+from agent.model.settings import parse
 from tests.support.netns import inside, path_of
 
 TOOLS = ("iptables-legacy", "ip6tables-legacy", "iptables-nft", "ip6tables-nft")
@@ -70,3 +73,14 @@ def test_looking_creates_no_table(netns: str, session: Session) -> None:
     session.eye.digest()
     assert session.eye.legacy_tables() in ({4: (), 6: ()}, {4: ()})
     assert inside(netns, "nft", "list", "ruleset") == ""
+
+
+def test_looking_again_at_known_rules_opens_no_libnftables_context(
+    netns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = parse({"inbound_ports_include": "*"})
+    with Netns.open(path_of(netns)) as target:
+        apply(target, settings, backend="nftables")
+        assert check(target, settings).in_sync
+        monkeypatch.setattr("agent.backends.session.open_nft", None)  # whoever calls it fails
+        assert check(target, settings).in_sync

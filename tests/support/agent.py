@@ -126,8 +126,8 @@ class Agent:
         return done.returncode, json.loads(done.stdout) if done.stdout else None
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+def wait_for(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(Exception):
             if condition():
