@@ -65,6 +65,7 @@ class Daemon:
         self._watcher = self._make_watcher()
         self._memory = Memory(config.state_dir)
         self._told: set[str] = set()
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._addresses: dict[str, str | None] = {"health": None, "status": None}
 
     def _make_sources(self) -> tuple[Source, ...]:
@@ -217,7 +218,9 @@ class Daemon:
         known = self._reconciler.pods.get(key)
         if known is not None and known.wish.source == source:
             self._memory.drop(key)
-            task = asyncio.ensure_future(self._reconciler.forget(key))
+            task = asyncio.create_task(self._reconciler.forget(key))
+            self._forgetting.add(task)  # the event loop alone would not keep it
+            task.add_done_callback(self._forgetting.discard)
             task.add_done_callback(lambda _: self._count())
 
     def _count(self) -> None:
