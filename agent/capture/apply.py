@@ -112,7 +112,8 @@ def _refuse_hidden(session: Session, have: NamespaceState) -> None:
 def _known(netns: Netns, have: NamespaceState) -> tuple[Known, record.Record | None]:
     """Return what is known of the capture that stands here.
 
-    A record whose rules somebody flushed is stale, but for the routes, which a flush leaves.
+    A record whose rules somebody flushed, or a removal that was killed took out, is stale but for
+    what that leaves: routes and empty tables.
     """
     found = record.load(netns)
     if found is None:
@@ -121,7 +122,15 @@ def _known(netns: Netns, have: NamespaceState) -> tuple[Known, record.Record | N
     if captures(have):
         return known, found
     plans = tuple(replace(one, rulesets={}) for one in known.plans)
-    shells = before_of(have).shells | found.before.shells
+    tables = {
+        (family, table.name)
+        for one in known.plans
+        for family, ruleset in one.rulesets.items()
+        for table in ruleset.tables
+    }
+    # An empty table that the capture used is its own if it was not there before.
+    kept = (shell for shell in before_of(have).shells if shell[:2] not in tables)
+    shells = found.before.shells.union(kept)
     return Known(plans, Before(shells, found.before.routes)), None
 
 

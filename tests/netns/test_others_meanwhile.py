@@ -243,3 +243,15 @@ def test_settings_of_another_version_are_not_the_users_mistake(netns: str, memor
     (path,) = memory.glob("netns-*.json")
     path.write_text(path.read_text().replace('"proxy_port"', '"proxy_gate"'))
     assert command("check", "--netns", netns)[0] == 1
+
+
+def test_empty_tables_of_a_capture_that_was_flushed_do_not_stay(netns: str) -> None:
+    before = state(netns)
+    capture(netns, EVERYTHING, "iptables-nft")
+    for tool in ("iptables-nft", "ip6tables-nft"):
+        chains = [x.split()[1] for x in inside(netns, tool, "-t", "nat", "-S").splitlines()]
+        inside(netns, tool, "-t", "nat", "-F")
+        for chain in sorted({chain for chain in chains if chain.startswith("ISTIO_")}):
+            inside(netns, tool, "-t", "nat", "-X", chain)
+    release(netns)
+    assert state(netns) == before

@@ -69,7 +69,8 @@ def test_namespace_that_is_missing_is_not_created(command: str) -> None:
         ("container:0123456789abcdef", "container 0123456789abcdef"),
         ("container:ID", "container:ID"),
         ("container:", "container:"),
-        ("pod:shop/web-1", "running agent"),
+        ("pod:shop/web-1", "web-1"),
+        ("pod:web-1", "pod:NAMESPACE/NAME"),
         ("..", "'..'"),
     ],
 )
