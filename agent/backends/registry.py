@@ -6,9 +6,8 @@ from agent.backends.nftables import Nftables
 from agent.backends.protocol import Backend
 from agent.model import owned
 from agent.model.errors import EnvironmentLacks
-from agent.model.state import BACKENDS, EBPF, NamespaceState
+from agent.model.state import BACKENDS, EBPF, GUARD, NamespaceState
 
-GUARD = "guard"
 GUARD_TABLE = "intercept-agent-guard"
 
 _backends: tuple[Backend, ...] = (Nftables(), IptablesNft(), IptablesLegacy())

@@ -54,8 +54,9 @@ def apply(
         _refuse_unreadable(have, chosen)
         _refuse_hidden(session, have)
         known, found = _known(netns, have)
+        native = registry.GUARD_BACKEND.missing() is None
         change = transition.prepare(
-            session, have, lambda state: captured(state, wanted, chosen.name, known)
+            session, have, lambda state: captured(state, wanted, chosen.name, known, native=native)
         )
         if not dry_run:
             new = record.Record(dump(settings), known.before or before_of(have))

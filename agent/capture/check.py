@@ -61,7 +61,8 @@ def compare(
 ) -> Report:
     """Compare a state that was read with a plan. Pure."""
     name = registry.choose(backend, have).name
-    want = captured(have, wanted, name, known)
+    native = registry.GUARD_BACKEND.missing() is None
+    want = captured(have, wanted, name, known, native=native)
     return Report(
         backend=name,
         differences=differences(have, want),

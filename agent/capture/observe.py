@@ -17,7 +17,7 @@ from agent.kernel import nft, routing
 from agent.model import owned
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import Rulesets
-from agent.model.state import BaseChain, NamespaceState
+from agent.model.state import GUARD, BaseChain, NamespaceState
 from agent.model.wanted import captures
 
 READ_ATTEMPTS = 5
@@ -109,7 +109,7 @@ def _digest(session: Session) -> bytes:
 def _read(session: Session) -> _Filters:
     loaded: dict[str, Rulesets] = {}
     unreadable = []
-    for name, backend in (*registry.ALL.items(), (registry.GUARD, registry.GUARD_BACKEND)):
+    for name, backend in (*registry.ALL.items(), (GUARD, registry.GUARD_BACKEND)):
         try:
             found = backend.read(session)
         except (StateUnreadable, EnvironmentLacks) as error:

@@ -2,10 +2,11 @@
 
 The order is chosen so that traffic never finds a gap: what routing needs comes first, then the
 rules of the backend that gains some, then the removal from the others, then routes that nobody
-needs any more. Where that takes more than one atomic write, a guard stands meanwhile: it drops new
-connections (their first packets are sent again) and leaves established ones alone. A process that
-is killed on the way leaves the guard, so the namespace is closed and not half open; the next run
-takes it away.
+needs any more. Where that takes more than one atomic write, a wall stands meanwhile in the guard's
+table: it drops new connections (their first packets are sent again) and leaves established ones
+alone. A process that is killed on the way leaves the wall, so the namespace is closed and not half
+open; the next run takes it away. A capture with a standing guard needs no wall: the guard is
+written first, and what is not redirected yet does not pass it.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from agent.model import guard
 from agent.model.errors import AgentError, KernelRejected, RollbackFailed, RolledBack
 from agent.model.plan import Route
 from agent.model.ruleset import Family
-from agent.model.state import IPTABLES_LEGACY, NamespaceState, routes_without, same
+from agent.model.state import GUARD, IPTABLES_LEGACY, NamespaceState, routes_without, same
 from agent.model.undo import undone
 
 BeforeStep = Callable[[Step], None]
@@ -82,8 +83,9 @@ class Transition:
             )
 
     def _stages(self) -> Iterator[Stage]:
-        """Yield the stages; that the guard was put up is seen after the stage that follows."""
-        if registry.GUARD not in self.have.loaded and not _needs_guard(self.steps):
+        """Yield the stages; that the wall was put up is seen after the stage that follows."""
+        untouched = self.have.of(GUARD) == self.want.of(GUARD)
+        if self.want.of(GUARD) or (untouched and not _needs_wall(self.steps)):
             yield self.steps, _bare
             return
         families = guard.families(self.have, self.want)
@@ -94,10 +96,10 @@ class Transition:
         backend = registry.GUARD_BACKEND
 
         def guarded(state: NamespaceState) -> NamespaceState:
-            return replace(state, loaded={**state.loaded, registry.GUARD: wall})
+            return replace(state, loaded={**state.loaded, GUARD: wall})
 
-        changes = tuple(step for step in self.steps if step.backend != registry.GUARD)
-        yield backend.steps(self.session, self.have.of(registry.GUARD), wall), None
+        changes = tuple(step for step in self.steps if step.backend != GUARD)
+        yield backend.steps(self.session, self.have.of(GUARD), wall), None
         yield changes, guarded
         yield backend.steps(self.session, wall, {}), _bare
 
@@ -131,10 +133,12 @@ def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple
     found: list[Step] = []
     if missing:
         found.append(_route_step(session, "add", missing))
-    names = [*registry.ALL, registry.GUARD]
+    names = [GUARD, *registry.ALL]
     names.sort(key=lambda name: not want.of(name))
+    if not want.of(GUARD):  # what closes comes first and goes last
+        names = [*(name for name in names if name != GUARD), GUARD]
     for name in names:
-        backend = registry.GUARD_BACKEND if name == registry.GUARD else registry.ALL[name]
+        backend = registry.GUARD_BACKEND if name == GUARD else registry.ALL[name]
         found += backend.steps(session, have.of(name), want.of(name))
     if surplus:
         found.append(_route_step(session, "del", surplus))
@@ -155,7 +159,7 @@ def _route_step(session: Session, verb: str, routes: tuple[Route, ...]) -> Step:
     return Step(what, change, backend="routing")
 
 
-def _needs_guard(todo: tuple[Step, ...]) -> bool:
+def _needs_wall(todo: tuple[Step, ...]) -> bool:
     """Routes do nothing without the rules that mark packets for them; one atomic write is safe."""
     writes = [step for step in todo if step.backend != "routing"]
     return len(writes) > 1 or any(not step.atomic for step in writes)

@@ -10,7 +10,7 @@ from agent.capture.inputs import Target, settings_for
 from agent.capture.probing.probe import Outcome, ProbeResult, passed, probe
 from agent.cli import output
 from agent.cli.apply_command import add_backend_option
-from agent.cli.options import add_capture_options, given_settings
+from agent.cli.options import add_capture_options, given_settings, guarded
 from agent.cli.target import add_netns_option, opened
 from agent.formats import pod
 from agent.model.settings import dump
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
             raw, origin = _applied(target)
         else:
             origin = "the settings given here"
-        settings = settings_for(raw, target)
+        settings = settings_for(guarded(raw, arguments), target)
         if arguments.verbose:
             print(f"{target.name}: compared with {origin}: {dump(settings)}", file=sys.stderr)
         report = check(target.netns, settings, backend=arguments.backend)

@@ -59,7 +59,12 @@ class Daemon:
             own_namespace=os.environ.get("POD_NAMESPACE", ""),
         )
         self._reconciler = Reconciler(
-            self._worker, self._events, self._metrics, mode=config.mode, backend=config.backend
+            self._worker,
+            self._events,
+            self._metrics,
+            mode=config.mode,
+            backend=config.backend,
+            guard=config.guard,
         )
         self._sources = self._make_sources()
         self._watcher = self._make_watcher()

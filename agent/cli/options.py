@@ -10,6 +10,7 @@ from typing import Any
 from agent.formats import documents, pod
 from agent.model.errors import InvalidSettings
 from agent.model.settings import KEYS
+from agent.model.values import GUARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +218,12 @@ def add_capture_options(parser: argparse.ArgumentParser, *, without: str) -> Non
         default="closed",
         help="for a running agent (closed; the others are not in this version)",
     )
+    parser.add_argument(
+        "--guard",
+        choices=GUARDS,
+        help="standing: a table of its own that drops what must be redirected and was not, so that "
+        "a flushed nat table closes the pod (off)",
+    )
     for name in IGNORED_SWITCHES:
         parser.add_argument(name, nargs="?", const="true", help=argparse.SUPPRESS)
     for name in IGNORED_VALUES:
@@ -236,7 +243,12 @@ def raw_settings(
     Raises: InvalidSettings for a file that cannot be used or a mode that this version lacks.
     """
     given = given_settings(arguments, environment)
-    return dict(pod.DEFAULTS) if given is None else given
+    return guarded(dict(pod.DEFAULTS) if given is None else given, arguments)
+
+
+def guarded(given: dict[str, object], arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the settings with the guard that was asked for; by itself it asks for no capture."""
+    return given if arguments.guard is None else {**given, "guard": arguments.guard}
 
 
 def given_settings(

@@ -4,6 +4,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
+from agent.backends import registry
 from agent.capture.check import check
 from agent.capture.inputs import settings_for
 from agent.cli import output
@@ -50,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         output.print_json(plan_json(settings, wanted))
     elif arguments.format == "nft":
         print(nft_text.render_table(TABLE, wanted.rulesets), end="")
+        if wanted.guard:
+            print(nft_text.render_table(registry.GUARD_TABLE, wanted.guard), end="")
         _print_routes(wanted)
     else:
         print(restore_text(wanted), end="")
@@ -61,6 +64,8 @@ def restore_text(wanted: CapturePlan) -> str:
     parts = []
     for family, ruleset in wanted.rulesets.items():
         parts.append(f"# {family}\n{iptables_save.render(ruleset, builtin=False)}")
+    if wanted.guard:
+        parts.append(f"# guard\n{nft_text.render_table(registry.GUARD_TABLE, wanted.guard)}")
     if wanted.routes:
         commands = "".join(f"{route.command()}\n" for route in wanted.routes)
         parts.append(f"# routes\n{commands}")
@@ -76,6 +81,7 @@ def plan_json(settings: Settings, wanted: CapturePlan) -> dict[str, object]:
     return {
         "settings": dump(settings),
         "rulesets": {family.value: asdict(r) for family, r in wanted.rulesets.items()},
+        "guard": {family.value: asdict(r) for family, r in wanted.guard.items()},
         "routes": [route.command() for route in wanted.routes],
         "warnings": list(settings.warnings()),
     }

@@ -65,8 +65,9 @@ def _text(option: Option) -> str:
 
 def _holds(match: Match, option: Option, packet: Packet, host: Host) -> bool | None:
     test = TESTS.get((match.module, option.name))
-    # A mark of a connection that does not exist differs from none: even `!` fails (xt_connmark).
-    if test is None or (match.module == "connmark" and not packet.tracked):
+    # Of a connection that does not exist nothing holds: even `!` fails (xt_connmark, xt_conntrack).
+    of_connection = match.module == "connmark" or option.name.startswith("--ctorig")
+    if test is None or (of_connection and not packet.tracked):
         return None if test is None else False
     held = test(option.values, packet, host)
     return None if held is None else held != option.negated
@@ -208,6 +209,10 @@ def _state(text: str, packet: Packet, host: Host) -> bool | None:
     return bool(wanted & packet.states) if wanted <= STATES else None
 
 
+def _original(packet: Packet) -> tuple[Address, int]:
+    return packet.connection.original or (packet.destination, packet.dport)
+
+
 def _direction(text: str, packet: Packet, host: Host) -> bool | None:
     return text == "ORIGINAL" if packet.connection.state == "NEW" else None
 
@@ -287,6 +292,8 @@ TESTS: Mapping[tuple[str, str], Test] = MappingProxyType(
         ("conntrack", "--ctstate"): one(_state),
         ("conntrack", "--ctproto"): one(lambda text, p, h: _protocol(text, p)),
         ("conntrack", "--ctdir"): one(_direction),
+        ("conntrack", "--ctorigdst"): one(lambda text, p, h: _address(text, _original(p)[0])),
+        ("conntrack", "--ctorigdstport"): lambda v, p, h: ports(v, _original(p)[1]),
         ("state", "--state"): one(_state),
         ("addrtype", "--src-type"): one(lambda text, p, h: _address_type(text, p.source, h)),
         ("addrtype", "--dst-type"): one(lambda text, p, h: _address_type(text, p.destination, h)),

@@ -210,7 +210,8 @@ def _translated(packet: Packet, address: Address, port: int) -> Effect:
     changed = (address, port) != (packet.destination, packet.dport)
     connection = packet.connection
     if changed:  # a translation to what the packet already has sets no status (kernel fact 4)
-        connection = replace(connection, dnat=True)
+        before = connection.original or (packet.destination, packet.dport)
+        connection = replace(connection, dnat=True, original=before)
     translated = replace(packet, destination=address, dport=port, connection=connection)
     why = f"redirected to {endpoint(address, port)}"
     return Effect(packet=translated, why=why, ends=Ends.ACCEPTED, translated=True)

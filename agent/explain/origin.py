@@ -8,6 +8,7 @@ chains of a table that has such chains.
 from agent.model.ruleset import BASIC, BUILTIN_CHAINS, Option, Rule, Table
 
 CAPTURE_PREFIX = "ISTIO_"
+GUARD_PREFIX = "ISTIO_GUARD"
 UID, GID = "--uid-owner", "--gid-owner"
 
 
@@ -20,6 +21,8 @@ def setting_of(table: Table, chain: str, number: int) -> str | None:
     if found is None or not 1 <= number <= len(found.rules):
         return None
     rules = found.rules
+    if chain.startswith(GUARD_PREFIX) or _target(rules[number - 1]).startswith(GUARD_PREFIX):
+        return "guard"
     if chain in BUILTIN_CHAINS.get(table.name, ()):
         return _builtin(table, chain, rules[number - 1])
     if chain in ("ISTIO_OUTPUT", "ISTIO_OUTPUT_GROUPS") and table.name == "nat":

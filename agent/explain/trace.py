@@ -8,7 +8,7 @@ from agent.explain.branch import Layer
 from agent.explain.walk import walk
 from agent.model.host import Host
 from agent.model.packet import Packet, Trace
-from agent.model.state import NFTABLES, NamespaceState
+from agent.model.state import GUARD, NFTABLES, NamespaceState
 
 
 def trace(state: NamespaceState, host: Host, packet: Packet, *, inbound: bool) -> Trace:
@@ -40,5 +40,5 @@ def layers(state: NamespaceState) -> Sequence[Layer]:
     Our nftables table stands at priority -101, before everybody's. Between the iptables flavours
     the order is that of their making (kernel fact 11), which cannot be read back.
     """
-    order = (NFTABLES, registry.GUARD, *(n for n in registry.ALL if n != NFTABLES))
+    order = (NFTABLES, GUARD, *(n for n in registry.ALL if n != NFTABLES))
     return [Layer(name, ruleset) for name in order for ruleset in state.of(name).values()]

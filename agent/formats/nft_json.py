@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from agent.formats.nft_rule_json import FAMILY_SPELLINGS, conditions, foreign, target_of
+from agent.formats.nft_rule_json import FAMILY_SPELLINGS, conditions, foreign
 from agent.formats.nft_shape import (
     ANY_ID,
     HOOKS,
@@ -21,6 +21,7 @@ from agent.formats.nft_shape import (
     model_place,
     without_socket,
 )
+from agent.formats.nft_target_json import target_of
 from agent.model.ruleset import (
     Chain,
     Family,

@@ -9,9 +9,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from agent.formats.nft_shape import ALL_BITS, CT_STATES, PROTOCOLS, model_place
-from agent.model.ruleset import BASIC, Family, Match, Option, Target, match, target
-from agent.model.values import address_text, network_text
+from agent.formats.nft_shape import ALL_BITS, CT_STATES, PROTOCOLS
+from agent.model.ruleset import BASIC, Family, Match, Option, match
+from agent.model.values import network_text, without_length
 
 ALL_STATES = sum(CT_STATES.values())
 # Names as iptables-save has them, by number and by every spelling of nft.
@@ -43,7 +43,7 @@ def conditions(
 # --- values --------------------------------------------------------------------------------------
 
 
-def _number(value: object, limit: int = ALL_BITS) -> int | None:
+def number_of(value: object, limit: int = ALL_BITS) -> int | None:
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,10}", value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -51,24 +51,24 @@ def _number(value: object, limit: int = ALL_BITS) -> int | None:
     return value if 0 <= value <= limit else None
 
 
-def _span(value: object, separator: str, limit: int) -> str | None:
+def span_of(value: object, separator: str, limit: int) -> str | None:
     """Return a number or `{"range": [first, last]}` as iptables-save writes it."""
     if isinstance(value, dict):
         bounds = value.get("range")
         if set(value) != {"range"} or not isinstance(bounds, list) or len(bounds) != 2:
             return None
-        first, last = _number(bounds[0], limit), _number(bounds[1], limit)
+        first, last = number_of(bounds[0], limit), number_of(bounds[1], limit)
         return None if first is None or last is None else f"{first}{separator}{last}"
-    number = _number(value, limit)
+    number = number_of(value, limit)
     return None if number is None else str(number)
 
 
 def _port(value: object) -> str | None:
-    return _span(value, ":", 65535)
+    return span_of(value, ":", 65535)
 
 
 def _id(value: object) -> str | None:
-    return _span(value, "-", ALL_BITS)
+    return span_of(value, "-", ALL_BITS)
 
 
 def _elements(value: object) -> list[object] | None:
@@ -91,7 +91,7 @@ def _network(family: Family, value: object) -> str | None:
         if set(value) != {"prefix"} or not isinstance(inner, dict) or len(inner) != 2:
             return None
         value, length = inner.get("addr"), inner.get("len")
-    if not isinstance(value, str) or _number(length) is None:
+    if not isinstance(value, str) or number_of(length) is None:
         return None
     try:
         network = ipaddress.ip_network(f"{value}/{length}")
@@ -108,7 +108,7 @@ def _interface(value: object) -> str | None:
 
 
 def _protocol(value: object) -> str | None:
-    number = _number(value, 255)
+    number = number_of(value, 255)
     if number is not None:
         return PROTOCOL_NAMES.get(number, str(number))
     return PROTOCOL_NAMES.get(value) if isinstance(value, str) else None
@@ -119,7 +119,7 @@ def _states(value: object) -> str | None:
     bits = 0
     for item in _alternatives(value):
         named = CT_STATES.get(item.upper()) if isinstance(item, str) else None
-        bit = named or _number(item, ALL_STATES)
+        bit = named or number_of(item, ALL_STATES)
         if not bit or bit & ~ALL_STATES:
             return None
         bits |= bit
@@ -153,19 +153,22 @@ _SIMPLE: Mapping[str, tuple[str, str, Callable[[object], str | None]]] = {
     "udp dport": ("udp", "--dport", _port),
     "meta skuid": ("owner", "--uid-owner", _id),
     "meta skgid": ("owner", "--gid-owner", _id),
+    "original proto-dst": ("conntrack", "--ctorigdstport", _port),
 }
-_MARKS = {"meta mark": "mark", "ct mark": "connmark"}
+MARKS = {"meta mark": "mark", "ct mark": "connmark"}
 
 
-def _field(value: object) -> str:
+def field_of(value: object) -> str:
     """Return `meta mark`, `ct state`, `ip saddr` and the like; nothing for all else."""
     if not isinstance(value, dict) or len(value) != 1:
         return ""
     match next(iter(value.items())):
         case ("payload", {"protocol": str(protocol), "field": str(name)} as inner):
             return f"{protocol} {name}" if len(inner) == 2 else ""
-        case ("meta" | "ct" as kind, {"key": str(name)} as inner):
-            return f"{kind} {name}" if len(inner) == 1 else ""
+        case ("meta" | "ct" as kind, {"key": str(name)} as inner) if len(inner) == 1:
+            return f"{kind} {name}"
+        case ("ct", {"key": str(name), "dir": "original" | 0} as inner) if len(inner) == 2:
+            return f"original {name}"
     return ""
 
 
@@ -174,7 +177,7 @@ def _condition(family: Family, body: object) -> Atom | None:
     if not isinstance(body, dict) or set(body) != {"op", "left", "right"}:
         return None
     left, right, operator = body["left"], body["right"], body["op"]
-    name = _field(left)
+    name = field_of(left)
     if name == "ct state":
         return _state_atom(operator, right)
     if operator not in ("==", "!="):
@@ -183,12 +186,14 @@ def _condition(family: Family, body: object) -> Atom | None:
     if name == "meta nfproto":
         own = not isinstance(right, bool) and right in FAMILY_SPELLINGS[family]
         return NOTHING if own and not negated else None
-    if name in _MARKS or (isinstance(left, dict) and set(left) == {"&"}):
+    if name in MARKS or (isinstance(left, dict) and set(left) == {"&"}):
         return _mark_atom(left, right, negated)
-    addresses = {"ip": Family.IPV4, "ip6": Family.IPV6}
-    protocol, _, key = name.partition(" ")
-    if addresses.get(protocol) is family and key in ("saddr", "daddr"):
-        return _atom(BASIC, f"-{key[0]}", _network(family, right), negated)
+    protocol, _, key = name.removeprefix("original ").partition(" ")
+    if protocol == ("ip" if family is Family.IPV4 else "ip6") and key in ("saddr", "daddr"):
+        network = _network(family, right)
+        if name != f"original {protocol} daddr":
+            return _atom(BASIC, f"-{key[0]}", network, negated) if name[0] == "i" else None
+        return _atom("conntrack", "--ctorigdst", network and without_length(network), negated)
     if name in _SIMPLE:
         return _simple_atom(name, right, negated)
     return None
@@ -222,8 +227,8 @@ def _mark_atom(left: object, right: object, negated: bool) -> Atom | None:
         operands = left["&"]
         if not isinstance(operands, list) or len(operands) != 2:
             return None
-        left, mask = operands[0], _number(operands[1])
-    module, value = _MARKS.get(_field(left)), _number(right)
+        left, mask = operands[0], number_of(operands[1])
+    module, value = MARKS.get(field_of(left)), number_of(right)
     if module is None or value is None or mask is None:
         return None
     text = f"{value:#x}" if mask == ALL_BITS else f"{value:#x}/{mask:#x}"
@@ -282,119 +287,3 @@ def _joined(last: Sequence[Match], module: str, option: Option) -> list[Match]:
             others = last[0].options[:-1]
             return [*([Match(module, others)] if others else ()), Match("multiport", (ports,))]
     return [*last, Match(module, (option,))]
-
-
-# --- targets -------------------------------------------------------------------------------------
-
-
-def target_of(family: Family, table: str, expressions: Sequence[object]) -> Target | None:
-    """Return the target that the expressions behind the conditions make, None if none of ours."""
-    parts = [next(iter(e.items())) for e in expressions if isinstance(e, dict) and len(e) == 1]
-    if len(parts) != len(expressions):
-        return None
-    match parts:
-        case [("tproxy", dict() as proxy), ("mangle", mangle), ("accept", None)]:
-            return _tproxy(family, proxy, mangle)
-        case [("mangle", mangle)]:
-            return _mangle(mangle)
-        case [("redirect", {"port": port} as options)] if len(options) == 1:
-            ports = _span(port, "-", 65535)
-            return target("REDIRECT", to_ports=ports) if ports else None
-        case [("accept" | "drop" | "return" | "redirect" as verdict, None)]:
-            return Target(verdict.upper())
-        case [("notrack", None)]:
-            return Target("CT", (Option("--notrack"),))
-        case [("jump" | "goto" as verb, {"target": str(name)} as options)] if len(options) == 1:
-            return _jump(family, table, name, goto=verb == "goto")
-    return None
-
-
-def _jump(family: Family, table: str, name: str, *, goto: bool) -> Target | None:
-    """A jump into another family's or table's chain is none of ours."""
-    place = model_place(name)
-    if place is None or place[:2] != (family, table):
-        return None
-    return Target("/".join(part for part in place[2:] if part), goto=goto)
-
-
-def _linear(value: object) -> tuple[str, int, int] | None:
-    """Return (source, keep, flip) for an expression that means `(source & keep) ^ flip`.
-
-    nft prints what it was given in other operations than it was given them, so only the function
-    counts. A constant has no source and keeps nothing.
-    """
-    constant = _number(value)
-    if constant is not None:
-        return "", 0, constant
-    if name := _field(value):
-        return name, ALL_BITS, 0
-    if not isinstance(value, dict) or len(value) != 1:
-        return None
-    ((operator, operands),) = value.items()
-    if not isinstance(operands, list) or not operands:
-        return None
-    function = _linear(operands[0])
-    for operand in operands[1:]:
-        number = _number(operand)
-        if function is None or number is None:
-            return None
-        function = _apply(function, operator, number)
-    return function
-
-
-def _apply(
-    function: tuple[str, int, int], operator: object, number: int
-) -> tuple[str, int, int] | None:
-    source, keep, flip = function
-    if operator == "&":
-        return source, keep & number, flip & number
-    if operator == "|":
-        return source, keep & ~number, flip | number
-    return (source, keep, flip ^ number) if operator == "^" else None
-
-
-def _set_bits(name: str, function: tuple[str, int, int], own: str) -> Target | None:
-    source, keep, flip = function
-    if source not in ("", own):
-        return None
-    return target(name, set_xmark=f"{flip:#x}/{ALL_BITS & ~keep:#x}")
-
-
-def _mangle(body: object) -> Target | None:
-    if not isinstance(body, dict) or set(body) != {"key", "value"}:
-        return None
-    key, function = _field(body["key"]), _linear(body["value"])
-    if function is None:
-        return None
-    source, keep, flip = function
-    if key == "ct zone" and not source and flip <= 65535:
-        return target("CT", zone=str(flip))
-    if key == "meta mark" and source == "ct mark" and not flip:
-        return _connmark("--restore-mark", ALL_BITS, keep)
-    if key == "ct mark" and source == "meta mark" and not flip:
-        return _connmark("--save-mark", keep, ALL_BITS)
-    if key in _MARKS:
-        return _set_bits("MARK" if key == "meta mark" else "CONNMARK", function, key)
-    return None
-
-
-def _connmark(action: str, packet: int, connection: int) -> Target:
-    masks = (Option("--nfmask", (f"{packet:#x}",)), Option("--ctmask", (f"{connection:#x}",)))
-    return Target("CONNMARK", (Option(action), *masks))
-
-
-def _tproxy(family: Family, proxy: Mapping[str, object], mangle: object) -> Target | None:
-    """TPROXY is three statements; without an address the kernel takes the interface's."""
-    marking = _mangle(mangle)
-    own, unset = ("ip", "0.0.0.0") if family is Family.IPV4 else ("ip6", "::")
-    port, address = _number(proxy.get("port"), 65535), proxy.get("addr", unset)
-    if set(proxy) - {"family", "port", "addr"} or proxy.get("family") != own or port is None:
-        return None
-    if marking is None or marking.name != "MARK" or not isinstance(address, str):
-        return None
-    try:
-        shown = address_text(ipaddress.ip_address(address))
-    except ValueError:
-        return None
-    mark = marking.options[0].values[0]
-    return target("TPROXY", on_port=str(port), on_ip=shown, tproxy_mark=mark)

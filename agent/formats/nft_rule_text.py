@@ -38,7 +38,7 @@ def _unequal(option: Option) -> str:
     return "!= " if option.negated else ""
 
 
-def _address(field: str) -> Callable[[Family, Option], str]:
+def _address(field: str, prefix: str = "") -> Callable[[Family, Option], str]:
     def words(family: Family, option: Option) -> str:
         try:
             network = ipaddress.ip_network(_value(option))
@@ -49,7 +49,7 @@ def _address(field: str) -> Callable[[Family, Option], str]:
         single = network.prefixlen == network.max_prefixlen
         shown = str(network.network_address) if single else str(network)
         protocol = "ip" if family is Family.IPV4 else "ip6"
-        return f"{protocol} {field} {_unequal(option)}{shown}"
+        return f"{prefix}{protocol} {field} {_unequal(option)}{shown}"
 
     return words
 
@@ -165,6 +165,8 @@ _CONDITIONS: Mapping[tuple[str, str], Callable[[Family, Option], str]] = {
     ("mark", "--mark"): _mark("meta mark"),
     ("connmark", "--mark"): _mark("ct mark"),
     ("conntrack", "--ctstate"): _ct_state,
+    ("conntrack", "--ctorigdst"): _address("daddr", "ct original "),
+    ("conntrack", "--ctorigdstport"): _port("ct original proto-dst"),
 }
 
 

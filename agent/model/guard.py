@@ -1,4 +1,4 @@
-"""The guard that stands while a capture is exchanged: new connections are dropped, both ways.
+"""The wall that stands while a capture is exchanged: new connections are dropped, both ways.
 
 It needs no exemptions, since a first packet that is dropped is sent again within a second and the
 guard stands for milliseconds. Established connections pass, so nothing that runs is cut.
@@ -6,11 +6,10 @@ guard stands for milliseconds. Established connections pass, so nothing that run
 
 from functools import cache
 
-from agent.model.owned import merge
+from agent.model import owned
 from agent.model.ruleset import (
     Family,
     Rule,
-    Ruleset,
     Rulesets,
     Target,
     match,
@@ -40,11 +39,4 @@ def families(*states: NamespaceState) -> tuple[Family, ...]:
 
 def merged(loaded: Rulesets, wanted: tuple[Family, ...]) -> Rulesets:
     """Return what is loaded with the guard ahead of it in the filter table."""
-    guard = rulesets(wanted)
-    return {
-        family: merge(loaded.get(family, Ruleset(family)), guard[family])
-        if family in guard
-        else loaded[family]
-        for family in Family
-        if family in guard or family in loaded
-    }
+    return owned.merged(loaded, rulesets(wanted))

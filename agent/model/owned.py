@@ -16,9 +16,11 @@ from agent.model.ruleset import (
     BASIC,
     BUILTIN_CHAINS,
     Chain,
+    Family,
     Option,
     Rule,
     Ruleset,
+    Rulesets,
     Table,
     Target,
 )
@@ -117,6 +119,17 @@ def merge(others: Ruleset, capture: Ruleset) -> Ruleset:
             chains[chain.name] = Chain(chain.name, policy, chain.rules + behind)
         merged = merged.with_chains(table.name, chains.values())
     return merged
+
+
+def merged(others: Rulesets, captures: Rulesets) -> Rulesets:
+    """Return `others` with the captures in it, family by family; see `merge`."""
+    return {
+        family: merge(others.get(family, Ruleset(family)), captures[family])
+        if family in captures
+        else others[family]
+        for family in Family
+        if family in captures or family in others
+    }
 
 
 def _has_capture_chain(loaded: Ruleset) -> bool:

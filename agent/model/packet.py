@@ -26,12 +26,17 @@ class Tracking(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """The conntrack entry; `dnat` and `snat` say that a translation changed something."""
+    """The conntrack entry; `dnat` and `snat` say that a translation changed something.
+
+    `original` is where the packet was going before its destination was translated, None if it was
+    not.
+    """
 
     state: str = "NEW"
     mark: int = 0
     dnat: bool = False
     snat: bool = False
+    original: tuple[Address, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from agent.model import numbers
+from agent.model import numbers, standing
 from agent.model.ruleset import (
     Family,
     Match,
@@ -80,20 +80,29 @@ Route = PolicyRule | LocalRoute | LoopbackAddress
 
 @dataclass(frozen=True, slots=True)
 class CapturePlan:
-    """Everything a capture consists of: rules by family, and what routing needs besides."""
+    """Everything a capture consists of: rules by family, what routing needs besides, and a guard.
+
+    The guard's rules stand apart from the others, in a table of their own.
+    """
 
     rulesets: Rulesets
     routes: tuple[Route, ...] = ()
+    guard: Rulesets = field(default_factory=dict)
 
     def rule_count(self) -> int:
-        return sum(ruleset.rule_count() for ruleset in self.rulesets.values())
+        rulesets = (*self.rulesets.values(), *self.guard.values())
+        return sum(ruleset.rule_count() for ruleset in rulesets)
 
 
 @lru_cache(maxsize=256)
 def plan(settings: Settings) -> CapturePlan:
     """Return the capture that `settings` describes. Most pods of a node have the same."""
     rulesets = {family: _ruleset(settings, family) for family in settings.families}
-    return CapturePlan(rulesets, routes(settings))
+    guards: Rulesets = {}
+    if settings.guarded:
+        found = {family: standing.standing(ruleset) for family, ruleset in rulesets.items()}
+        guards = {family: guard for family, guard in found.items() if guard is not None}
+    return CapturePlan(rulesets, routes(settings), guards)
 
 
 def routes(settings: Settings) -> tuple[Route, ...]:

@@ -116,6 +116,10 @@ class Ruleset:
         found = self.table(table)
         return found.chain(chain) if found else None
 
+    def only(self, table: str) -> "Ruleset":
+        """Return a copy with no other table than `table`."""
+        return replace(self, tables=tuple(t for t in self.tables if t.name == table))
+
     def rule_count(self) -> int:
         return sum(len(chain.rules) for table in self.tables for chain in table.chains)
 

@@ -61,10 +61,16 @@ class Settings:
     dual_stack: bool = False
     enable_ipv6: bool = False
     host_ipv4_loopback_cidr: Network = ipaddress.ip_network(numbers.LOOPBACK_V4)
+    guard: str = "off"
 
     @property
     def tproxy(self) -> bool:
         return self.inbound_interception_mode == "TPROXY"
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a standing guard is to be kept; see `agent.model.standing`."""
+        return self.guard == "standing"
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -168,6 +174,7 @@ def _parsers(names: Names) -> dict[str, Callable[[object], object]]:
         "dual_stack": values.boolean,
         "enable_ipv6": values.boolean,
         "host_ipv4_loopback_cidr": values.loopback_network,
+        "guard": values.guard,
     }
 
 

@@ -11,6 +11,8 @@ NFTABLES = "nftables"
 IPTABLES_NFT = "iptables-nft"
 IPTABLES_LEGACY = "iptables-legacy"
 EBPF = "ebpf"
+# No way to capture: the table of what is dropped, for a moment or as long as a capture stands.
+GUARD = "guard"
 
 # The order in which `auto` prefers them where a namespace holds nothing yet.
 BACKENDS = (NFTABLES, IPTABLES_NFT, IPTABLES_LEGACY)

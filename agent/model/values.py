@@ -21,6 +21,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 MAX_PORT = 65535
 MAX_ID = 2**32 - 2  # 2^32-1 means "no id" to the kernel, and iptables refuses it
 MAX_OWNER_GROUPS = 64
+GUARDS = ("off", "standing")
 MAX_INTERFACE_NAME = 15
 
 INTERFACE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
@@ -96,6 +97,11 @@ def one(number: int) -> tuple[Span, ...]:
 def network_text(network: Network) -> str:
     """Return `address/prefix` as inet_ntop spells it, which is how iptables-save prints it."""
     return f"{address_text(network.network_address)}/{network.prefixlen}"
+
+
+def without_length(network: str) -> str:
+    """Return the network as iptables-save prints it of a connection: an address stands alone."""
+    return network.removesuffix("/128" if ":" in network else "/32")
 
 
 def address_text(address: Address) -> str:
@@ -338,6 +344,14 @@ def interception_mode(value: object) -> str:
             "'NONE' means no capture at all: use the command remove (REDIRECT or TPROXY here)"
         )
     raise BadValue(f"{shown(value)} is not a mode; write REDIRECT or TPROXY in capitals")
+
+
+def guard(value: object) -> str:
+    if value is False or value == "":  # YAML reads a bare `off` as false
+        return "off"
+    if value in GUARDS:
+        return str(value)
+    raise BadValue(f"{shown(value)} is no guard; write {' or '.join(GUARDS)}")
 
 
 def packet_mark(value: object) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from agent.model import numbers, owned
 from agent.model.plan import CapturePlan, LocalRoute, LoopbackAddress, PolicyRule, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Ruleset, Rulesets, Table
-from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
+from agent.model.state import GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
 
 PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6)
 ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
@@ -37,25 +37,30 @@ class Known:
     before: Before | None = None
 
 
-def captured(have: NamespaceState, plan: CapturePlan, backend: str, known: Known) -> NamespaceState:
-    """Return the namespace with exactly this capture in it, loaded by `backend`."""
+def captured(
+    have: NamespaceState, plan: CapturePlan, backend: str, known: Known, *, native: bool = True
+) -> NamespaceState:
+    """Return the namespace with exactly this capture in it, loaded by `backend`.
+
+    A standing guard is in a table of its own, or, where nothing can write `native` nftables rules,
+    in the filter table of the backend.
+    """
     base = _others(have, (*known.plans, plan), known.before)
+    loaded = dict(base.loaded)
     rulesets: Rulesets = plan.rulesets
     if backend != NFTABLES:
-        others = base.of(backend)
-        rulesets = {
-            family: owned.merge(others.get(family, Ruleset(family)), plan.rulesets[family])
-            if family in plan.rulesets
-            else others[family]
-            for family in Family
-            if family in plan.rulesets or family in others
-        }
+        rulesets = owned.merged(base.of(backend), plan.rulesets)
+    if plan.guard and native:
+        loaded[GUARD] = plan.guard
+    elif plan.guard:
+        filters = {family: guard.only("filter") for family, guard in plan.guard.items()}
+        rulesets = owned.merged(rulesets, filters)
     kept = [route for route in base.routes if route not in plan.routes]
     there = {route: route for route in have.routes}  # as it is there, with its priority
     needed = [there.get(route, route) for route in plan.routes]
     return replace(
         base,
-        loaded={**base.loaded, backend: rulesets},
+        loaded={**loaded, backend: rulesets},
         routes=(*kept, *needed),
     )
 

@@ -10,7 +10,7 @@ from agent.formats import documents
 from agent.model.errors import InvalidSettings
 from agent.model.settings import parse
 from agent.model.state import BACKENDS
-from agent.model.values import MAX_PORT
+from agent.model.values import GUARDS, MAX_PORT
 
 RUN_DIR = Path("/run/intercept-agent")
 MODES = ("observe", "alert", "repair")
@@ -41,6 +41,7 @@ class Config:
     state_dir: Path = RUN_DIR / "state"
     backend: str = "auto"
     mode: str = "repair"
+    guard: str = "standing"
     cri_endpoint: str | None = None
     cni_conf_dir: Path | None = None
     cni_bin_dir: Path | None = None
@@ -66,7 +67,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "static": (),
 }
 # Settings of which this version can do one value only; another is refused and never ignored.
-FIXED: Mapping[str, str] = {"capture": "sidecar", "gate": "closed", "guard": "off"}
+FIXED: Mapping[str, str] = {"capture": "sidecar", "gate": "closed"}
 PREFIX = "INTERCEPT_"
 # Settings that may be automatic, or name both families at once: the namespace decides.
 FOUND_OUT_LATER = ("enable_ipv6", "dns_servers")
@@ -118,16 +119,17 @@ class _Reader:
                 self.problems.append(f"configuration: {key}: no such key{hint}")
         for key, only in FIXED.items():
             value = self._raw.get(key, only)
-            # YAML reads a bare `off` as false.
-            if value != only and not (only == "off" and value is False):
+            if value != only:
                 self.problems.append(f"{key}: {value!r} is not there yet; only {only!r} is")
         fresh = Config()
+        mode = self._choice("mode", MODES, fresh.mode)
         cni = self._section("cni")
         return Config(
             socket=self._path(self._raw, "socket", fresh.socket) or fresh.socket,
             state_dir=self._path(self._raw, "state_dir", fresh.state_dir) or fresh.state_dir,
             backend=self._choice("backend", ("auto", *BACKENDS), fresh.backend),
-            mode=self._choice("mode", MODES, fresh.mode),
+            mode=mode,
+            guard=self._guard(mode),
             cri_endpoint=self._text(self._section("cri"), "endpoint"),
             cni_conf_dir=self._path(cni, "conf_dir", None),
             cni_bin_dir=self._path(cni, "bin_dir", None),
@@ -167,6 +169,12 @@ class _Reader:
             self.problems.append(f"{key}: {value!r} is none of {', '.join(allowed)}")
             return default
         return str(value)
+
+    def _guard(self, mode: str) -> str:
+        """Only who repairs what was altered may close what is open meanwhile."""
+        if self._raw.get("guard", "") is False:  # YAML reads a bare `off` as false
+            return "off"
+        return self._choice("guard", GUARDS, "standing" if mode == "repair" else "off")
 
     def _listen(self, key: str, default: Listen) -> Listen:
         section = self._section(key)

@@ -117,6 +117,7 @@ class Reconciler:
         *,
         mode: str,
         backend: str,
+        guard: str = "off",
         spread: Callable[[float], float] = lambda s: s * random.uniform(1 - JITTER, 1 + JITTER),
     ) -> None:
         self.pods: dict[str, Pod] = {}
@@ -125,6 +126,7 @@ class Reconciler:
         self._meter = meter
         self._mode = mode
         self._backend = backend
+        self._guard = guard
         self._spread = spread
 
     def want(self, wish: Wish) -> Pod:
@@ -271,8 +273,9 @@ class Reconciler:
 
     async def _ask(self, pod: Pod, job: str, *fds: int) -> Mapping[str, object]:
         wish = pod.wish
+        settings = {"guard": self._guard, **(wish.settings or {})}
         return await self._jobs.job(
-            job, *fds, settings=wish.settings, backend=self._backend, name=wish.netns
+            job, *fds, settings=settings, backend=self._backend, name=wish.netns
         )
 
     def _failed(self, pod: Pod, error: AgentError) -> None:
