@@ -62,6 +62,15 @@ def load(netns: Netns) -> Record | None:
         return None
 
 
+def with_guard(netns: Netns, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings with the guard that was applied here, unless they say which.
+
+    A guard is no part of what is captured: who asks about that does not ask for it to be gone.
+    """
+    found = load(netns)
+    return {"guard": found.settings.get("guard", "off") if found else "off", **settings}
+
+
 def save(netns: Netns, record: Record) -> None:
     """Write the record atomically.
 

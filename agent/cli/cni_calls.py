@@ -124,8 +124,9 @@ class CniCalls:
         except OSError as error:
             raise AgentError(f"the namespace {path} cannot be opened: {error.strerror}") from error
         try:
+            settings = self._reconciler.with_guard(decision.settings)
             found = await self._worker.job(
-                "check", fd, settings=dict(decision.settings), backend=self._backend, name=path
+                "check", fd, settings=settings, backend=self._backend, name=path
             )
         finally:
             os.close(fd)

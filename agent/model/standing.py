@@ -30,7 +30,7 @@ from agent.model.ruleset import (
 from agent.model.values import without_length
 
 PREFIX = "ISTIO_GUARD_"
-IN, OUT, FORWARD = f"{PREFIX}IN", f"{PREFIX}OUT", f"{PREFIX}FORWARD"
+IN, OUT, FORWARD, LO = (f"{PREFIX}{name}" for name in ("IN", "OUT", "FORWARD", "LO"))
 
 _RETURN = Target("RETURN")
 _OLD = Rule((match("conntrack", "--ctstate", "NEW", negated=True),), _RETURN)
@@ -46,6 +46,8 @@ def standing(capture: Ruleset) -> Ruleset | None:
     leaving = _Copy(capture, "nat").body("OUTPUT")
     arriving = _Copy(capture, "nat").body("PREROUTING")
     diverted = _Copy(capture, "mangle").body("PREROUTING")
+    # On the loopback hop mangle sees what nat OUTPUT made of the packet.
+    looped = _Copy(capture, "mangle", prefix=f"{LO}_", translated=True).body("PREROUTING")
     hooks: dict[str, tuple[Rule, ...]] = {}
     chains: dict[str, tuple[Rule, ...]] = {}
     if leaving.rules:
@@ -53,15 +55,16 @@ def standing(capture: Ruleset) -> Ruleset | None:
         chains[OUT] = (_OLD, *_to_proxy(capture, "OUTPUT"), *leaving.rules)
     if arriving.rules or diverted.rules:
         # The loopback hop does not pass nat PREROUTING again (kernel fact 2), but mangle's.
-        on_lo = Rule((basic(in_interface="lo"),), _RETURN)
+        chains[LO] = looped.rules
+        on_lo = Rule((basic(in_interface="lo"),), Target(LO, goto=True))
         proxy = tuple(_to_proxy(capture, "PREROUTING"))
         hooks["INPUT"] = (Rule((), Target(IN)),)
         hooks["FORWARD"] = (Rule((), Target(FORWARD)),)
-        chains[IN] = (_OLD, *diverted.rules, on_lo, *proxy, *arriving.rules)
+        chains[IN] = (_OLD, on_lo, *diverted.rules, *proxy, *arriving.rules)
         chains[FORWARD] = (_OLD, *diverted.rules, *arriving.rules)
     if not chains:
         return None
-    copies = {**leaving.chains, **arriving.chains, **diverted.chains}
+    copies = {**leaving.chains, **arriving.chains, **diverted.chains, **looped.chains}
     return ruleset_of(
         capture.family, {"filter": {**hooks, **chains, **copies}, "nat": {"POSTROUTING": ()}}
     )
@@ -121,11 +124,18 @@ class _Body:
 
 
 class _Copy:
-    """The chains of one table as questions about the packet as it was before translation."""
+    """The chains of one table as questions about the packet as it was before translation.
 
-    def __init__(self, capture: Ruleset, table: str) -> None:
+    With `translated`, about the packet as it is now.
+    """
+
+    def __init__(
+        self, capture: Ruleset, table: str, *, prefix: str = PREFIX, translated: bool = False
+    ) -> None:
         self._capture = capture
         self._table = table
+        self._prefix = prefix
+        self._translated = translated
         self._chains: dict[str, tuple[Rule, ...]] = {}
 
     def body(self, name: str) -> _Body:
@@ -140,7 +150,8 @@ class _Copy:
         for rule in chain.rules:
             verdict = self._verdict(rule.target)
             if verdict is not None:
-                yield Rule(tuple(_before_translation(rule)), verdict)
+                matches = rule.matches if self._translated else _before_translation(rule)
+                yield Rule(tuple(matches), verdict)
 
     def _verdict(self, target: Target | None) -> Target | None:
         """Return what the copy does; None for a rule that leads to no capture."""
@@ -151,7 +162,7 @@ class _Copy:
         behind = self._capture.chain(self._table, target.name)
         if behind is None:
             return None
-        name = PREFIX + target.name.removeprefix("ISTIO_")
+        name = self._prefix + target.name.removeprefix("ISTIO_")
         if name not in self._chains:
             self._chains[name] = ()
             self._chains[name] = tuple(self._rules(behind))

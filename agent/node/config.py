@@ -41,7 +41,7 @@ class Config:
     state_dir: Path = RUN_DIR / "state"
     backend: str = "auto"
     mode: str = "repair"
-    guard: str = "standing"
+    guard: str | None = "standing"  # None: as it stands
     cri_endpoint: str | None = None
     cni_conf_dir: Path | None = None
     cni_bin_dir: Path | None = None
@@ -170,11 +170,13 @@ class _Reader:
             return default
         return str(value)
 
-    def _guard(self, mode: str) -> str:
-        """Only who repairs what was altered may close what is open meanwhile."""
-        if self._raw.get("guard", "") is False:  # YAML reads a bare `off` as false
+    def _guard(self, mode: str) -> str | None:
+        """Only who repairs what was altered closes what is open meanwhile, unless told to."""
+        if "guard" not in self._raw:
+            return "standing" if mode == "repair" else None
+        if self._raw["guard"] is False:  # YAML reads a bare `off` as false
             return "off"
-        return self._choice("guard", GUARDS, "standing" if mode == "repair" else "off")
+        return self._choice("guard", GUARDS, "off")
 
     def _listen(self, key: str, default: Listen) -> Listen:
         section = self._section(key)

@@ -117,7 +117,7 @@ class Reconciler:
         *,
         mode: str,
         backend: str,
-        guard: str = "off",
+        guard: str | None = None,
         spread: Callable[[float], float] = lambda s: s * random.uniform(1 - JITTER, 1 + JITTER),
     ) -> None:
         self.pods: dict[str, Pod] = {}
@@ -273,10 +273,14 @@ class Reconciler:
 
     async def _ask(self, pod: Pod, job: str, *fds: int) -> Mapping[str, object]:
         wish = pod.wish
-        settings = {"guard": self._guard, **(wish.settings or {})}
+        settings = self.with_guard(wish.settings or {})
         return await self._jobs.job(
             job, *fds, settings=settings, backend=self._backend, name=wish.netns
         )
+
+    def with_guard(self, settings: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the settings with the node's guard, if it has one and they say none."""
+        return settings if self._guard is None else {"guard": self._guard, **settings}
 
     def _failed(self, pod: Pod, error: AgentError) -> None:
         pod.failures += 1

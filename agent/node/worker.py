@@ -47,7 +47,8 @@ def _apply(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _check(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
-    settings = settings_for(request["settings"], Target(netns, netns.path))
+    raw = record.with_guard(netns, request["settings"])
+    settings = settings_for(raw, Target(netns, netns.path))
     report = check(netns, settings, backend=request.get("backend", "auto"))
     return {
         "backend": report.backend,

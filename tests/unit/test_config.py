@@ -90,13 +90,15 @@ def test_what_this_version_does_anyway_may_be_said(tmp_path: Path, text: str) ->
     ("text", "guard"),
     [
         ("mode: repair", "standing"),
-        ("mode: alert", "off"),
+        ("mode: alert", None),
         ("{mode: alert, guard: standing}", "standing"),
         ("guard: off", "off"),
         ("guard: 'off'", "off"),
     ],
 )
-def test_the_guard_stands_where_drift_is_repaired(tmp_path: Path, text: str, guard: str) -> None:
+def test_the_guard_stands_where_drift_is_repaired(
+    tmp_path: Path, text: str, guard: str | None
+) -> None:
     assert load(written(tmp_path, text), {}).guard == guard
 
 
