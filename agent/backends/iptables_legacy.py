@@ -27,7 +27,7 @@ class IptablesLegacy:
         return missing_tool("legacy", ("save",))
 
     def read(self, session: Session) -> Rulesets:
-        tables = session.eye.legacy_tables()
+        tables = session.eye.legacy.tables()
         families = [family for family in Family if tables.get(family.version)]
         return read_saves(session, "legacy", families) if families else {}
 

@@ -1,8 +1,9 @@
 """Says that something changed in a namespace: nf_tables, routes or routing rules, not what.
 
 The kernel multicasts every change of these to netlink sockets of that namespace. It has no such
-news of iptables-legacy. A socket keeps its namespace alive, so it is closed as soon as nobody
-listens at the other end of the pipe.
+news of iptables-legacy, so how much those tables hold is asked every second, which costs some
+microseconds. A socket keeps its namespace alive, so it is closed as soon as nobody listens at the
+other end of the pipe.
 """
 
 import contextlib
@@ -10,8 +11,10 @@ import os
 import select
 import socket
 import threading
+import time
 from dataclasses import dataclass
 
+from agent.kernel.legacy_tables import LegacyEye
 from agent.kernel.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, RECEIVE_BYTES
 from agent.kernel.netns import Netns
 
@@ -25,10 +28,15 @@ ROUTE_GROUPS = sum(
 )
 
 
-@dataclass(frozen=True, slots=True)
+LEGACY_PAUSE_S = 1.0
+
+
+@dataclass(slots=True)
 class _Watched:
     sockets: tuple[socket.socket, ...]
+    legacy: LegacyEye
     pipe: int
+    sizes: bytes
 
 
 class Changes:
@@ -45,8 +53,8 @@ class Changes:
 
         `pipe` is duplicated and must not block. Raises: OSError if the kernel refuses the groups.
         """
-        sockets = netns.run(_listening)
-        watched = _Watched(sockets, os.dup(pipe))
+        sockets, legacy = netns.run(_listening)
+        watched = _Watched(sockets, legacy, os.dup(pipe), legacy.sizes())
         with self._lock:
             for sock in sockets:
                 self._by_fd[sock.fileno()] = watched
@@ -58,11 +66,17 @@ class Changes:
                 self._thread.start()
 
     def _run(self) -> None:
+        due_s = time.monotonic() + LEGACY_PAUSE_S
         while True:
-            for fd, _ in self._poll.poll():
+            for fd, _ in self._poll.poll(max(due_s - time.monotonic(), 0)):
                 watched = self._by_fd.get(fd)
-                if watched is not None and (fd == watched.pipe or not _tell(watched, fd)):
+                if watched is not None and (fd == watched.pipe or not _heard(watched, fd)):
                     self._end(watched)
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + LEGACY_PAUSE_S
+                for watched in {w.pipe: w for w in list(self._by_fd.values())}.values():
+                    if not _asked(watched):
+                        self._end(watched)
 
     def _end(self, watched: _Watched) -> None:
         with self._lock:
@@ -71,10 +85,11 @@ class Changes:
                 del self._by_fd[fd]
         for sock in watched.sockets:
             sock.close()
+        watched.legacy.close()
         os.close(watched.pipe)
 
 
-def _listening() -> tuple[socket.socket, ...]:
+def _listening() -> tuple[tuple[socket.socket, ...], LegacyEye]:
     found: list[socket.socket] = []
     with contextlib.ExitStack() as stack:
         for protocol, groups in (
@@ -85,11 +100,24 @@ def _listening() -> tuple[socket.socket, ...]:
             sock.setblocking(False)
             sock.bind((0, groups))
             found.append(sock)
+        legacy = LegacyEye()
         stack.pop_all()
-    return tuple(found)
+    return tuple(found), legacy
 
 
-def _tell(watched: _Watched, fd: int) -> bool:
+def _asked(watched: _Watched) -> bool:
+    """Tell if a legacy table holds more or less than before; return whether anybody listens."""
+    try:
+        sizes = watched.legacy.sizes()
+    except OSError:  # a table went or came just now: the next second shows it
+        return True
+    if sizes == watched.sizes:
+        return True
+    watched.sizes = sizes
+    return _tell(watched)
+
+
+def _heard(watched: _Watched, fd: int) -> bool:
     """Read what there is and pass one byte on; return whether anybody still listens."""
     sock = next(sock for sock in watched.sockets if sock.fileno() == fd)
     try:
@@ -97,6 +125,10 @@ def _tell(watched: _Watched, fd: int) -> bool:
             pass
     except OSError:  # nothing left, or more than the socket holds: something changed in any case
         pass
+    return _tell(watched)
+
+
+def _tell(watched: _Watched) -> bool:
     try:
         os.write(watched.pipe, b"!")
     except BlockingIOError:  # it is full of the same news

@@ -8,16 +8,12 @@ digest changes with it.
 Looking leaves no trace: a legacy table is asked for only if the namespace has it already.
 """
 
-import ctypes
 import errno
 import hashlib
-import os
 import re
-import socket
-import struct
 import sys
-from dataclasses import dataclass
 
+from agent.kernel.legacy_tables import LegacyEye
 from agent.kernel.netlink import NETLINK_NETFILTER, NetlinkSocket, attributes
 
 # linux/netfilter/nfnetlink.h and nf_tables.h
@@ -45,57 +41,17 @@ NFT_QUOTA = re.compile(
     rb"(\x0a\x00\x01\x00quota\x00\x00\x00.{4}\x0c\x00\x01\x00.{8}\x0c\x00\x04\x00).{8}", re.DOTALL
 )
 
-# linux/netfilter_ipv4/ip_tables.h; IPv6 has the same numbers one level further.
-SO_GET_INFO = 64
-SO_GET_ENTRIES = 65
-INFO = struct.Struct("=32sI5I5III")
-ENTRIES_HEADER = struct.Struct("=32sI4x")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where an entry of a legacy table keeps its size and its counters, in bytes from its start."""
-
-    level: int
-    next_offset: int
-    counters: int
-
-
-ABSENT = (errno.ENOENT, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)
-
-LAYOUTS = {
-    4: Layout(socket.IPPROTO_IP, next_offset=90, counters=96),
-    6: Layout(socket.IPPROTO_IPV6, next_offset=142, counters=152),
-}
-COUNTERS_SIZE = 16
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 class FilterEye:
     """Looks at the rules of the namespace of the thread that makes it; usable from any thread."""
 
     def __init__(self) -> None:
         self.netfilter = NetlinkSocket(NETLINK_NETFILTER)
-        self._raw: dict[int, socket.socket] = {}
-        self._names: dict[int, int] = {}
-        for version, kind in ((4, socket.AF_INET), (6, socket.AF_INET6)):
-            name = "ip_tables_names" if version == 4 else "ip6_tables_names"
-            try:
-                self._names[version] = os.open(f"/proc/thread-self/net/{name}", os.O_RDONLY)
-                self._raw[version] = socket.socket(kind, socket.SOCK_RAW, socket.IPPROTO_RAW)
-            except OSError as error:
-                # A kernel without legacy tables, or without IPv6. Anything else hides rules.
-                if error.errno not in ABSENT or not os.path.isdir("/proc/thread-self/net"):
-                    self.close()
-                    raise
-
-    def legacy_tables(self) -> dict[int, tuple[str, ...]]:
-        """Return the legacy tables that exist, by IP version. Asking iptables would create them."""
-        return {
-            version: tuple(os.pread(fd, 4096, 0).decode().split())
-            for version, fd in self._names.items()
-        }
+        try:
+            self.legacy = LegacyEye()
+        except BaseException:
+            self.netfilter.close()
+            raise
 
     def digest(self) -> bytes:
         """Return the digest of everything.
@@ -105,10 +61,10 @@ class FilterEye:
         found = hashlib.blake2b(digest_size=16)
         for kind in (NFT_MSG_GETTABLE, NFT_MSG_GETCHAIN, NFT_MSG_GETRULE, NFT_MSG_GETSET):
             found.update(self._nft_objects(kind))
-        for version, tables in self.legacy_tables().items():
+        for version, tables in self.legacy.tables().items():
             for name in sorted(tables):
                 found.update(f"|{version}{name}|".encode())
-                found.update(self._legacy_entries(version, name))
+                found.update(self.legacy.entries(version, name))
         return found.digest()
 
     def capture_signs(self, prefix: str, table: str) -> frozenset[str]:
@@ -124,8 +80,8 @@ class FilterEye:
                 found.add("nftables")
             elif family in XTABLES_FAMILIES and chain.startswith(prefix):
                 found.add("iptables-nft")
-        for version, tables in self.legacy_tables().items():
-            if any(prefix.encode() in self._legacy_entries(version, name) for name in tables):
+        for version, tables in self.legacy.tables().items():
+            if any(prefix.encode() in self.legacy.entries(version, name) for name in tables):
                 found.add("iptables-legacy")
         return frozenset(found)
 
@@ -165,39 +121,9 @@ class FilterEye:
             whole = moving.sub(_fixed, whole)
         return b"|%d|" % kind + whole
 
-    def _legacy_entries(self, version: int, table: str) -> bytes:
-        layout = LAYOUTS[version]
-        name = table.encode()
-        info = bytearray(INFO.pack(name, *[0] * 13))
-        self._ask(version, SO_GET_INFO, info)
-        size = INFO.unpack(info)[-1]
-        answer = bytearray(ENTRIES_HEADER.pack(name, size)) + bytearray(size)
-        self._ask(version, SO_GET_ENTRIES, answer)
-        at = ENTRIES_HEADER.size
-        while at < len(answer):
-            (step,) = struct.unpack_from("=H", answer, at + layout.next_offset)
-            if step == 0:
-                raise OSError(errno.EBADMSG, f"table {table} has an entry of no size")
-            counters = at + layout.counters
-            answer[counters : counters + COUNTERS_SIZE] = bytes(COUNTERS_SIZE)
-            at += step
-        return bytes(info) + bytes(answer)
-
-    def _ask(self, version: int, option: int, buffer: bytearray) -> None:
-        """getsockopt with an argument, which Python's own cannot pass."""
-        raw = (ctypes.c_char * len(buffer)).from_buffer(buffer)
-        size = ctypes.c_uint(len(buffer))
-        fd = self._raw[version].fileno()
-        if _libc.getsockopt(fd, LAYOUTS[version].level, option, raw, ctypes.byref(size)) < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-
     def close(self) -> None:
         self.netfilter.close()
-        for raw in self._raw.values():
-            raw.close()
-        for fd in self._names.values():
-            os.close(fd)
+        self.legacy.close()
 
 
 def _owner(part: bytes) -> bytes:

@@ -33,6 +33,8 @@ def told(end: int, wait_s: float = 10.0) -> bool:
         ("nft", "add", "table", "inet", "t"),
         ("iptables-nft", "-t", "nat", "-A", "OUTPUT", "-j", "ACCEPT"),
         ("ip6tables-nft", "-t", "mangle", "-N", "X"),
+        ("iptables-legacy", "-t", "nat", "-A", "OUTPUT", "-j", "ACCEPT"),
+        ("ip6tables-legacy", "-t", "mangle", "-N", "X"),
         ("ip", "rule", "add", "fwmark", "7", "table", "9"),
         ("ip", "-6", "rule", "add", "fwmark", "7", "table", "9"),
         ("ip", "route", "add", "local", "default", "dev", "lo", "table", "9"),

@@ -71,7 +71,7 @@ def test_every_change_of_a_rule_changes_the_digest(
 
 def test_looking_creates_no_table(netns: str, session: Session) -> None:
     session.eye.digest()
-    assert session.eye.legacy_tables() in ({4: (), 6: ()}, {4: ()})
+    assert session.eye.legacy.tables() in ({4: (), 6: ()}, {4: ()})
     assert inside(netns, "nft", "list", "ruleset") == ""
 
 

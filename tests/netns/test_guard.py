@@ -6,11 +6,13 @@ the backends always has it.
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from agent.backends import registry
+from tests.support.agent import Agent, running, wait_for
 from tests.support.capturing import (
     BACKENDS,
     SETTINGS,
@@ -255,3 +257,43 @@ def test_trace_names_the_guard_that_drops(pod: Lab) -> None:
     code, out, _ = command("trace", "--netns", pod.pod, *packet)
     assert (code, json.loads(out)["verdict"]) == (0, "drop")
     assert "guard" in {step["setting"] for step in json.loads(out)["steps"]}
+
+
+# --- the agent that keeps it ----------------------------------------------------------------------
+
+
+def flush_ipv6(name: str, backend: str) -> None:
+    if backend == "nftables":
+        for chain in ("nat-OUTPUT", "nat-PREROUTING"):
+            inside(name, "nft", "flush", "chain", "inet", "intercept-agent", f"v6-{chain}")
+    else:
+        inside(name, tools(backend)[1], "-t", "nat", "-F")
+
+
+def repaired(agent: Agent, times: int) -> bool:
+    return agent.kinds().count("drift-repaired") >= times
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_agent_repairs_what_was_done_and_nobody_got_past_the_proxy(
+    pod: Lab, tmp_path: Path, backend: str
+) -> None:
+    plain = {key: value for key, value in SETTINGS["redirect-dns"].items() if key != "guard"}
+    static = [{"name": "shop", "netns": f"/run/netns/{pod.pod}", "settings": plain}]
+    with running(tmp_path, static=static, backend=backend) as agent:
+        wait_for(lambda: agent.state("shop") == "in-sync")
+        assert set(pod.hold()) <= PROXIES
+        before = pod.direct()
+        pod.flood()
+        for number, deed in enumerate((*DEEDS, flush_ipv6), start=1):
+            deed(pod.pod, backend)
+            wait_for(partial(repaired, agent, number))
+            undo(pod.pod, backend)
+            wait_for(lambda: set(pod.dial()) <= PROXIES)
+        counts = pod.stop()
+        assert not DIRECT & counts.keys()
+        assert pod.direct() == before
+        assert set(pod.ping()) == {"alive"}
+        events = [e for e in agent.ask("events", since=0) if e["kind"] == "drift-repaired"]
+        assert {event["pod"] for event in events} == {"static/shop"}
+        assert all(event["message"] for event in events)
