@@ -33,12 +33,17 @@ OWN_TABLES = frozenset({TABLE, registry.GUARD_TABLE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The outcome of a check. `foreign` holds sentences on others' rules that run before ours."""
+    """The outcome of a check. `foreign` holds sentences on others' rules that run before ours.
+
+    `guarded` says that a standing guard is there and whole: nothing gets past the proxy, whatever
+    else differs.
+    """
 
     backend: str
     differences: tuple[Difference, ...]
     foreign: tuple[str, ...]
     warnings: tuple[str, ...]
+    guarded: bool = False
 
     @property
     def in_sync(self) -> bool:
@@ -63,11 +68,13 @@ def compare(
     name = registry.choose(backend, have).name
     native = registry.GUARD_BACKEND.missing() is None
     want = captured(have, wanted, name, known, native=native)
+    found = differences(have, want)
     return Report(
         backend=name,
-        differences=differences(have, want),
+        differences=found,
         foreign=foreign_ahead(have, wanted, name),
         warnings=(*have.unreadable, *settings.warnings()),
+        guarded=bool(wanted.guard) and not any(each.is_of_guard for each in found),
     )
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agent.formats.iptables_save import render_rule
-from agent.model import owned
+from agent.model import owned, standing
 from agent.model.ruleset import Chain, Family, Rule, Ruleset, matching
-from agent.model.state import NamespaceState, routes_without
+from agent.model.state import GUARD, NamespaceState, routes_without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,11 @@ class Difference:
     chain: str = ""
     text: str
     note: str = ""
+
+    @property
+    def is_of_guard(self) -> bool:
+        """Whether the standing guard is concerned, wherever it is."""
+        return self.backend == GUARD or self.chain.startswith(standing.PREFIX)
 
     def line(self) -> str:
         where = " ".join(part for part in (self.backend, self.family, self.table) if part)

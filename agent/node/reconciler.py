@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -68,6 +69,8 @@ class Pod:
     failures: int = 0
     pause_s: float = FIRST_PAUSE_S
     settle_s: float = SETTLE_S
+    whole_s: float = 0.0  # when it was last seen as it should be, on the monotonic clock
+    told_s: float | None = None  # when the kernel first told of a change since
     watch: int | None = None
     watched: str = ""  # the sandbox that `watch` is about
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -196,10 +199,12 @@ class Reconciler:
     async def _look(self, pod: Pod) -> None:
         if pod.watch is None or pod.watched != pod.wish.sandbox_id:
             await self._watch(pod)
+        asked_s = time.monotonic()
         found = await self._job(pod, "check")
         pod.backend = str(found["backend"])
         if found["in_sync"]:
             pod.state, pod.detail, pod.enrolled = "in-sync", "", True
+            pod.whole_s, pod.told_s = asked_s, None
             return
         lines = [str(x) for key in ("foreign", "differences") for x in _list(found[key])]
         more = len(lines) - SHOWN_DIFFERENCES
@@ -209,10 +214,12 @@ class Reconciler:
             self._drifted(pod, shown, "found")
             return
         pod.state = "repairing"
+        told, since_s = pod.told_s is not None, pod.told_s or pod.whole_s
         await self._apply(pod)
         if drifted:
             pod.settle_s = min(pod.settle_s * 2, LONGEST_SETTLE_S)
-            self._drifted(pod, shown, "repaired")
+            gap = "the guard kept the pod closed" if found["guarded"] else _gap(since_s, told)
+            self._drifted(pod, f"{shown} ({gap})", "repaired")
 
     async def _watch(self, pod: Pod) -> None:
         """Be woken by what changes in the namespace from now on."""
@@ -243,7 +250,7 @@ class Reconciler:
         done = await self._job(pod, "apply")
         pod.backend = str(done["backend"])
         pod.state, pod.detail, pod.failures = "in-sync", "", 0
-        pod.pause_s = FIRST_PAUSE_S
+        pod.pause_s, pod.whole_s, pod.told_s = FIRST_PAUSE_S, time.monotonic(), None
         if done["changed"]:
             self._meter.applied(float(str(done["duration_ms"])) / 1000)
         if not pod.enrolled:
@@ -291,12 +298,19 @@ class Reconciler:
         pod.state, pod.detail = "failed", said
 
 
+def _gap(since_s: float, told: bool) -> str:
+    """Say for how long connections could get past the proxy: what is not known is not hidden."""
+    open_s = time.monotonic() - since_s
+    return f"connections could get past the proxy for {'' if told else 'at most '}{open_s:.2f} s"
+
+
 def _changed(pod: Pod) -> None:
     """Look soon; where the worker is gone, which closes the pipe, that look starts a new watch."""
     assert pod.watch is not None
     with contextlib.suppress(BlockingIOError):
         if not os.read(pod.watch, 4096):
             _unwatch(pod)
+    pod.told_s = pod.told_s or time.monotonic()
     pod.wake.set()
 
 

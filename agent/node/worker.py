@@ -53,6 +53,7 @@ def _check(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     return {
         "backend": report.backend,
         "in_sync": report.in_sync,
+        "guarded": report.guarded,
         "differences": [difference.line() for difference in report.differences],
         "foreign": list(report.foreign),
         "warnings": list(report.warnings),

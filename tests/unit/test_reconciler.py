@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ class FakeJobs:
     """A namespace that is captured or not, and faults to come."""
 
     def __init__(self, *, captured: bool = False) -> None:
-        self.captured = captured
+        self.captured, self.guarded = captured, False
         self.done: list[str] = []
         self.pipe, self.watches = -1, 0
         self.faults: list[JobFailed | WorkerGone] = []
@@ -49,6 +50,7 @@ class FakeJobs:
         if job == "check":
             lines = [] if self.captured else ["+ nat: -A OUTPUT -j ISTIO_OUTPUT"]
             found = {"backend": "nftables", "in_sync": self.captured}
+            found["guarded"] = self.guarded
             return {**found, "differences": lines, "foreign": [], "warnings": []}
         changed, self.captured = not self.captured, True
         return {"backend": "nftables", "changed": changed, "duration_ms": 1.0}
@@ -71,11 +73,13 @@ class FakeMeter:
 class Scene:
     """A reconciler without pauses, its worker, and what was said."""
 
+    pause_s = 0.001
+
     def __init__(self, jobs: FakeJobs, mode: str) -> None:
         self.jobs, self.meter = jobs, FakeMeter()
         self.events = Events(lambda: 0.0)
         self.reconciler = Reconciler(
-            jobs, self.events, self.meter, mode=mode, backend="auto", spread=lambda _: 0.001
+            jobs, self.events, self.meter, mode=mode, backend="auto", spread=lambda _: self.pause_s
         )
 
     def kinds(self) -> list[str]:
@@ -252,3 +256,27 @@ def test_repairs_that_do_not_hold_become_rarer() -> None:
         assert pod.settle_s > 4 * SETTLE_S
 
     play(part, captured=True)
+
+
+@pytest.mark.parametrize(
+    ("guarded", "told", "said"),
+    [
+        (True, True, r"\(the guard kept the pod closed\)$"),
+        (False, True, r"\(connections could get past the proxy for \d+\.\d\d s\)$"),
+        (False, False, r"\(connections could get past the proxy for at most \d+\.\d\d s\)$"),
+    ],
+)
+def test_repair_says_for_how_long_the_pod_was_open(guarded: bool, told: bool, said: str) -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync" and scene.jobs.watches == 1)
+        if told:  # then only the news can have been what made it look again
+            scene.pause_s = 60.0
+            await asyncio.sleep(0.01)
+        scene.jobs.captured, scene.jobs.guarded = False, guarded
+        if told:
+            os.write(scene.jobs.pipe, b"!")
+        await scene.until(lambda: len(scene.kinds()) == 1)
+
+    (event,) = play(part, captured=True).events.since(0)
+    assert re.search(said, str(event["message"]))
