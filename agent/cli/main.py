@@ -15,6 +15,7 @@ COMMANDS = {
     "check": "tell whether a namespace is captured as it should be",
     "remove": "take a capture out of a namespace",
     "trace": "walk one packet through the loaded rules",
+    "proxy": "ask the proxy of a pod: ready, listeners, clusters, certs",
     "run": "run the agent of this node",
     "pods": "list the pods that the running agent knows",
     "status": "show how the running agent is",

@@ -119,8 +119,8 @@ def config(spec: ProxySpec) -> str:
     clusters = [
         _passthrough("passthrough_out"),
         _passthrough("passthrough_in") | ({} if spec.keep_source else _bound_to_passthrough()),
-        _fixed("self_v4", *spec.self_v4),
-        _fixed("self_v6", *spec.self_v6),
+        fixed("self_v4", *spec.self_v4),
+        fixed("self_v6", *spec.self_v6),
     ]
     bootstrap = {
         "admin": {"address": _address("127.0.0.1", ADMIN_PORT)},
@@ -221,7 +221,13 @@ def _bound_to_passthrough() -> Json:
     return {"upstream_bind_config": {"source_address": v4, "extra_source_addresses": [v6]}}
 
 
-def _fixed(name: str, address: str, port: int) -> Json:
+def listener(name: str, port: int, *, cluster: str) -> Json:
+    """Return a listener that passes everything on to one cluster."""
+    return _listener(name, port, routes=[_route(cluster, "*")], listener_filters=[])
+
+
+def fixed(name: str, address: str, port: int) -> Json:
+    """Return a cluster with one endpoint."""
     endpoint = {"endpoint": {"address": _address(address, port)}}
     assignment = {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]}
     return _cluster(name) | {"type": "STATIC", "load_assignment": assignment}

@@ -158,7 +158,7 @@ class Pod:
         config = envoy.config(self._spec)
         with contextlib.ExitStack() as stack:
             process = stack.enter_context(
-                _envoy(
+                run_envoy(
                     self.namespace,
                     config,
                     uid=uid,
@@ -361,7 +361,7 @@ def _server(namespace: str, name: str, port: int, *, uid: int) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _envoy(
+def run_envoy(
     namespace: str,
     config: str,
     *,

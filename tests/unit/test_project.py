@@ -21,6 +21,7 @@ FLOORS = {
     "formats": 2,
     "kernel": 2,
     "backends": 3,
+    "proxy": 3,
     "capture": 4,
     "leftovers": 4,
     "explain": 4,
