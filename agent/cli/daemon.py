@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 from collections import Counter
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from agent.cli.cni_calls import CniCalls, pod_key
+from agent.cli.proxy_metrics import ProxyMetrics
 from agent.cni import installer
 from agent.cni.server import Server
 from agent.cni.watcher import State, Watcher
@@ -66,6 +68,7 @@ class Daemon:
             backend=config.backend,
             guard=config.guard,
         )
+        self._proxies = ProxyMetrics(self._worker, self._reconciler.pods.values, metrics)
         self._sources = self._make_sources()
         self._watcher = self._make_watcher()
         self._memory = Memory(config.state_dir)
@@ -84,6 +87,7 @@ class Daemon:
     def _make_watcher(self) -> Watcher | None:
         """Return what keeps the plugin's entry on the node, if the configuration says where."""
         conf_dir, bin_dir = self._config.cni_conf_dir, self._config.cni_bin_dir
+        self._metrics.cni_present.set(math.nan)  # neither yes nor no before somebody has looked
         if conf_dir is None:
             return None
         return Watcher(
@@ -233,6 +237,8 @@ class Daemon:
         self._metrics.pods.clear()
         for (state, backend), number in counts.items():
             self._metrics.pods.labels(state, backend).set(number)
+        for source in self._sources:
+            self._metrics.connected.labels(source.name).set(source.connected)
         self._metrics.worker_restarts.set(max(self._worker.restarts, 0))
 
     # --- those who ask ----------------------------------------------------------------------------
@@ -293,9 +299,15 @@ class Daemon:
     def _status_pages(self) -> dict[str, Any]:
         async def metrics() -> Answer:
             self._count()
+            await self._proxies.refresh()
             return Answer(200, self._metrics.text(), CONTENT_TYPE)
 
-        return {**self._health_pages(), "/metrics": metrics}
+        async def stats() -> Answer:
+            self._count()
+            return await self._proxies.stats()
+
+        pages = {"/metrics": metrics, "/stats/prometheus": stats}
+        return {**self._health_pages(), **pages}
 
     def _debug_pages(self) -> dict[str, Any]:
         async def pods() -> Answer:

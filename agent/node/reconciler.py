@@ -107,6 +107,8 @@ class Meter(Protocol):
     def enrolled(self, result: str, reason: str) -> None: ...
     def applied(self, seconds: float) -> None: ...
     def drifted(self, result: str) -> None: ...
+    def phase(self, phase: str, seconds: float) -> None: ...
+    def removed(self, result: str, reason: str) -> None: ...
 
 
 class Reconciler:
@@ -146,17 +148,23 @@ class Reconciler:
 
     async def forget(self, key: str) -> None:
         """Stop keeping a pod that is gone. Its namespace is left as it is."""
+        pod = self.pods.get(key)
+        if pod is not None and pod.enrolled:
+            self._meter.removed("done", "pod-gone")
+        await self._stop(key)
+
+    async def close(self) -> None:
+        """Stop keeping all pods; every capture stays in place."""
+        for key in list(self.pods):
+            await self._stop(key)
+
+    async def _stop(self, key: str) -> None:
         pod = self.pods.pop(key, None)
         if pod is not None and pod.task is not None:
             pod.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await pod.task
             _unwatch(pod)
-
-    async def close(self) -> None:
-        """Stop keeping all pods; every capture stays in place."""
-        for key in list(self.pods):
-            await self.forget(key)
 
     async def enrol(self, pod: Pod) -> None:
         """Capture a pod now, as the CNI plugin needs it before the pod's first process runs.
@@ -260,7 +268,7 @@ class Reconciler:
             self._events.add("captured", pod.wish.label, how)
 
     async def _job(self, pod: Pod, job: str, *pipe: int) -> Mapping[str, object]:
-        path = pod.wish.netns
+        path, started = pod.wish.netns, time.monotonic()
         if path is None:
             raise AgentError("its network namespace is not known yet")
         try:
@@ -277,6 +285,8 @@ class Reconciler:
                 return await self._ask(pod, job, fd, *pipe)
         finally:
             os.close(fd)
+            if not pod.enrolled:
+                self._meter.phase(job, time.monotonic() - started)
 
     async def _ask(self, pod: Pod, job: str, *fds: int) -> Mapping[str, object]:
         wish = pod.wish

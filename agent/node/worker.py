@@ -30,10 +30,11 @@ from agent.kernel.xtables_worker import HEADER, receive_exactly
 from agent.model.errors import AgentError, InvalidSettings
 from agent.model.settings import dump
 from agent.model.wanted import captures
+from agent.proxy import ports
 
 # Enough that one pod with a slow tool does not hold up the others; the machine has few cores.
 THREADS = 4
-MAX_FDS = 2  # the namespace, and a pipe for the one job that needs one
+MAX_FDS = 2  # the namespace, and a pipe or a socket for the jobs that need one
 
 CHANGES = Changes()
 
@@ -85,6 +86,16 @@ def _watch(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     return {}
 
 
+def _listening(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
+    return {"ports": ports.listening(netns, request["ports"])}
+
+
+def _connect(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
+    """Hand a connection to one of the proxy's ports over the pipe, which is a socket here."""
+    ports.hand_over(netns, request["port"], request["pipe"])
+    return {}
+
+
 JOBS: Mapping[str, Job] = {
     "apply": _apply,
     "check": _check,
@@ -92,6 +103,8 @@ JOBS: Mapping[str, Job] = {
     "look": _look,
     "probe": _probe,
     "watch": _watch,
+    "listening": _listening,
+    "connect": _connect,
 }
 
 

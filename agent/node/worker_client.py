@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 from asyncio.subprocess import Process
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ class WorkerClient:
             payload = json.dumps({"id": number, "job": job, **request}).encode()
             data = HEADER.pack(len(payload)) + payload
             try:
-                await asyncio.to_thread(socket.send_fds, sock, [data], [netns_fd, *pipe])
+                await _to_the_end(
+                    asyncio.to_thread(socket.send_fds, sock, [data], [netns_fd, *pipe])
+                )
             except OSError as error:
                 self._fail(f"the worker cannot be reached: {error.strerror}")
         try:
@@ -162,3 +164,13 @@ class WorkerClient:
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+
+async def _to_the_end(sending: Coroutine[Any, Any, object]) -> None:
+    """Await what must not be left half way: the descriptors that it sends are closed afterwards."""
+    task = asyncio.ensure_future(sending)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import h11
 
@@ -19,17 +20,26 @@ from agent.model.errors import EnvironmentLacks
 MAX_CLIENTS = 64
 REQUEST_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
+STREAM_TIMEOUT_S = 60.0
 MAX_REQUEST_BYTES = 16 * 1024
 CHUNK = 4096
 
 
+class Stream(Protocol):
+    """The parts of a long body; closed when they were sent, or when the client is gone."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A status, a body and its type."""
+    """A status, a body and its type. `more` follows the body part by part."""
 
     status: int
     body: bytes
     content_type: str = "application/json"
+    more: Stream | None = None
 
     @classmethod
     def of(cls, document: object, status: int = 200) -> "Answer":
@@ -76,17 +86,11 @@ class HttpServer:
         if request is None:
             return
         answer = await self._page(request, writer)
-        headers = [
-            ("content-type", answer.content_type),
-            ("content-length", str(len(answer.body))),
-            ("cache-control", "no-store"),
-            ("connection", "close"),
-        ]
-        data = protocol.send(h11.Response(status_code=answer.status, headers=headers))
-        if request.method != b"HEAD":
-            data += protocol.send(h11.Data(data=answer.body))
-        writer.write(data + protocol.send(h11.EndOfMessage()))
-        await asyncio.wait_for(writer.drain(), ANSWER_TIMEOUT_S)
+        with contextlib.closing(answer.more) if answer.more else contextlib.nullcontext():
+            async with asyncio.timeout(STREAM_TIMEOUT_S if answer.more else ANSWER_TIMEOUT_S):
+                for data in _wire(protocol, answer, with_body=request.method != b"HEAD"):
+                    writer.write(data)
+                    await writer.drain()
 
     async def _page(self, request: h11.Request, writer: asyncio.StreamWriter) -> Answer:
         path = request.target.decode("ascii", "replace").partition("?")[0]
@@ -99,6 +103,25 @@ class HttpServer:
         if path not in self._pages:
             return Answer.of({"error": f"there is no {path}"}, 404)
         return await self._pages[path]()
+
+
+def _wire(protocol: h11.Connection, answer: Answer, *, with_body: bool) -> Iterator[bytes]:
+    """Yield what is to be sent; the length is told beforehand where it is known."""
+    headers = [
+        ("content-type", answer.content_type),
+        ("cache-control", "no-store"),
+        ("connection", "close"),
+    ]
+    if answer.more is None:
+        headers.append(("content-length", str(len(answer.body))))
+    head = protocol.send(h11.Response(status_code=answer.status, headers=headers))
+    if not with_body:
+        yield head + protocol.send(h11.EndOfMessage())
+        return
+    yield head + protocol.send(h11.Data(data=answer.body))
+    for part in answer.more or ():
+        yield protocol.send(h11.Data(data=part))
+    yield protocol.send(h11.EndOfMessage())
 
 
 async def _request(protocol: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:

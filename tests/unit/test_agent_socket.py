@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +134,29 @@ async def fetch(port: int, text: str) -> tuple[int, bytes]:
     return (int(head.split()[1]) if head else 0), body
 
 
+class Parts:
+    """A long body that notes whether it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from (b"part %d\n" % number for number in range(3))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+PARTS = Parts()
+
+
+async def long_page() -> Answer:
+    return Answer(200, b"first\n", "text/plain", PARTS)
+
+
 def with_http(part: Callable[[int], Awaitable[None]]) -> None:
     async def run() -> None:
-        server = HttpServer({"/page": page}, {"/local": page})
+        server = HttpServer({"/page": page, "/long": long_page}, {"/local": page})
         port = await server.start("127.0.0.1", 0)
         try:
             await part(port)
@@ -163,6 +183,26 @@ def test_pages_are_answered(request_line: str, status: int) -> None:
         assert found == status
         if request_line.startswith("GET /page"):
             assert json.loads(body) == {"ok": True}
+
+    with_http(part)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "wanted"),
+    [
+        ("GET /long HTTP/1.0", b"first\npart 0\npart 1\npart 2\n"),
+        (
+            "GET /long HTTP/1.1",
+            b"6\r\nfirst\n\r\n7\r\npart 0\n\r\n7\r\npart 1\n\r\n7\r\npart 2\n\r\n0\r\n\r\n",
+        ),
+        ("HEAD /long HTTP/1.1", b""),
+    ],
+)
+def test_long_page_comes_part_by_part_and_is_closed(request_line: str, wanted: bytes) -> None:
+    async def part(port: int) -> None:
+        before = PARTS.closed
+        assert await fetch(port, f"{request_line}\r\nHost: x\r\n\r\n") == (200, wanted)
+        assert PARTS.closed == before + 1
 
     with_http(part)
 

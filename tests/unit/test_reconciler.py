@@ -59,6 +59,7 @@ class FakeJobs:
 class FakeMeter:
     def __init__(self) -> None:
         self.counted: list[tuple[str, ...]] = []
+        self.phases: list[str] = []
 
     def enrolled(self, result: str, reason: str) -> None:
         self.counted.append(("enrolled", result, reason))
@@ -68,6 +69,12 @@ class FakeMeter:
 
     def drifted(self, result: str) -> None:
         self.counted.append(("drifted", result))
+
+    def phase(self, phase: str, seconds: float) -> None:
+        self.phases.append(phase)
+
+    def removed(self, result: str, reason: str) -> None:
+        self.counted.append(("removed", result, reason))
 
 
 class Scene:
