@@ -17,9 +17,11 @@ from agent.node.reconciler import Reconciler, Wish
 from agent.node.worker_client import WorkerClient
 from agent.observe.metrics import Metrics
 
-# CNI error codes: 11 means "try again later"; those from 100 on are a plugin's own.
-TRY_LATER, REFUSED, NOT_IN_SYNC = 11, 101, 102
+# CNI error codes; those from 100 on are a plugin's own.
+BAD_CONTENT, TRY_LATER, REFUSED, NOT_IN_SYNC = 6, 11, 101, 102
 SHOWN_DIFFERENCES = 3
+# The list of a GC: the name in the specification, and the one that libcni sends besides.
+ATTACHMENTS = ("cni.dev/valid-attachments", "cni.dev/attachments")
 
 Environment = Mapping[str, str]
 Conf = Mapping[str, Any]
@@ -88,31 +90,47 @@ class CniCalls:
             return Refusal(REFUSED, decision.message)
         if not decision.captured:
             return None
+        key, sandbox_id = _key(pod, environment), environment.get("CONTAINERID", "")
         wish = Wish(
-            key=pod_key("cni", pod.namespace, pod.name, pod.uid),
+            key=key,
             namespace=pod.namespace,
             name=pod.name,
             uid=pod.uid,
-            sandbox_id=environment.get("CONTAINERID", ""),
+            sandbox_id=sandbox_id,
             netns=environment.get("NETNS") or None,
             settings=decision.settings,
             reason=decision.reason.value,
             text=decision.text,
             source="cni",
+            network=self._network_of(key, sandbox_id) or str(conf.get("name", "")),
         )
         await self._reconciler.enrol(self._reconciler.want(wish))
         await asyncio.to_thread(self._memory.keep, wish)
         self._seen()
         return None
 
+    def _network_of(self, key: str, sandbox_id: str) -> str:
+        """Return what was noted at the first ADD: a further interface may be of another network."""
+        known = self._reconciler.pods.get(key)
+        if known is None or known.wish.sandbox_id != sandbox_id:
+            return ""
+        return known.wish.network
+
     async def _delete(self, environment: Environment, conf: Conf) -> Refusal | None:
-        """Forget the pod; its rules end with its namespace. A pod that is not known is fine."""
-        pod = kube.cni(environment.get("ARGS", ""))
-        key = pod_key("cni", pod.namespace, pod.name, pod.uid)
-        await self._reconciler.forget(key)
-        await asyncio.to_thread(self._memory.drop, key)
+        """Forget the pod; its rules end with its namespace. A pod that is not known is fine.
+
+        Runtimes repeat the DEL of a sandbox after the same pod has got a new one: that one stays.
+        """
+        key = _key(kube.cni(environment.get("ARGS", "")), environment)
+        known = self._reconciler.pods.get(key)
+        if known is None or known.wish.sandbox_id == environment.get("CONTAINERID"):
+            await self._forget(key)
         self._seen()
         return None
+
+    async def _forget(self, key: str) -> None:
+        await self._reconciler.forget(key)
+        await asyncio.to_thread(self._memory.drop, key)
 
     async def _check(self, environment: Environment, conf: Conf) -> Refusal | None:
         pod, decision = self._decide(environment, conf)
@@ -136,7 +154,23 @@ class CniCalls:
         return Refusal(NOT_IN_SYNC, f"{pod.title} is not captured as it should be: {said}")
 
     async def _gc(self, environment: Environment, conf: Conf) -> Refusal | None:
-        return None  # nothing is kept of an attachment that the runtime's own list does not end
+        """Forget the pods of this network that the runtime does not list any more.
+
+        A pod that the runtime's own list (CRI) shows is left to that one.
+        """
+        given = [conf[key] for key in ATTACHMENTS if key in conf]
+        if not given:
+            return None  # without a list nothing is known to be gone
+        listed = [] if given[0] is None else given[0]  # Go's empty list
+        if not isinstance(listed, list) or not all(isinstance(x, Mapping) for x in listed):
+            return Refusal(BAD_CONTENT, f"{ATTACHMENTS[0]}: a list of attachments is expected")
+        valid = {item.get("containerID") for item in listed}
+        for key, pod in list(self._reconciler.pods.items()):
+            wish = pod.wish
+            ours = wish.source == "cni" and wish.network == conf.get("name")
+            if ours and wish.sandbox_id not in valid:
+                await self._forget(key)
+        return None
 
     async def _status(self, environment: Environment, conf: Conf) -> Refusal | None:
         return None  # whoever answers can do an ADD
@@ -146,11 +180,21 @@ class CniCalls:
 
         Raises: InvalidSettings if the call says nothing that can be understood.
         """
-        annotations = _mapping(conf.get("runtimeConfig")).get(kube.CNI_ANNOTATIONS)
+        runtime = _mapping(conf.get("runtimeConfig"))
+        annotations = runtime.get(kube.CNI_ANNOTATIONS)
+        if annotations is None and kube.CNI_ANNOTATIONS in runtime:
+            annotations = {}  # null is what containerd makes of a pod that has none
         pod = kube.cni(environment.get("ARGS", ""), annotations)
         is_open = conf.get("failurePolicy") == "open"
         policy = replace(self._policy, failure_policy="open" if is_open else "closed")
         return pod, decide(pod, Namespace(name=pod.namespace), policy)
+
+
+def _key(pod: Pod, environment: Environment) -> str:
+    """Return the key of a call's pod; without names of Kubernetes its container is what it is."""
+    nameless = not (pod.namespace or pod.name or pod.uid)
+    uid = environment.get("CONTAINERID", "") if nameless else pod.uid
+    return pod_key("cni", pod.namespace, pod.name, uid)
 
 
 def pod_key(source: str, namespace: str, name: str, uid: str) -> str:

@@ -3,32 +3,45 @@
 It holds no credential and decides nothing: it forwards the call to the node's agent and prints the
 agent's answer. Where no agent answers, a pod that was not injected starts, and a mesh pod is
 refused rather than started without its capture.
+
+It runs for every pod, so it imports little: `json` and `socket` in Python each take as long as
+starting the interpreter, the C halves below them next to nothing.
 """
 
 import os
 import sys
+from time import monotonic
 
 VERSIONS = ("0.3.1", "0.4.0", "1.0.0", "1.1.0")
+SINCE = {"ADD": "0.3.1", "DEL": "0.3.1", "CHECK": "0.4.0", "GC": "1.1.0", "STATUS": "1.1.0"}
+VARIABLES = ("CONTAINERID", "NETNS", "IFNAME", "ARGS", "PATH", "NETNS_OVERRIDE")
+REQUIRED = ("CONTAINERID", "NETNS", "IFNAME")  # by ADD and CHECK
 ANNOTATIONS = "io.kubernetes.cri.pod-annotations"
 INJECTED = "sidecar.istio.io/status"
+# Istio's injector passes these over, whatever their labels.
+NEVER_INJECTED = ("kube-system", "kube-public", "kube-node-lease", "local-path-storage")
 SOCKET = "/run/intercept-agent/agent.sock"
-MAX_STDIN_BYTES = 4 * 1024 * 1024
-MAX_REPLY_BYTES = 64 * 1024 * 1024
+MAX_STDIN_BYTES = 2 * 1024 * 1024  # escaped, it is at most three times as much for the agent
+MAX_REPLY_BYTES = 1024 * 1024
 # Runtimes wait for a plugin without a limit of their own; the kubelet gives up after some minutes.
 TIMEOUT_S = 60.0
+DEL_TIMEOUT_S = 10.0  # a pod must be able to end, also beside an agent that hangs
 PROTOCOL = 1
 
 # Error codes of the CNI specification; those from 100 on are ours.
-BAD_VERSION, BAD_ENVIRONMENT, BAD_CONTENT, BAD_CONFIG, TRY_LATER, NOT_AVAILABLE = 1, 4, 6, 7, 11, 50
+BAD_VERSION, BAD_ENVIRONMENT, BAD_IO, BAD_CONTENT, BAD_CONFIG = 1, 4, 5, 6, 7
+TRY_LATER, NOT_AVAILABLE, BUG = 11, 50, 999
 
 
 class Refused(Exception):
-    """Ends the call with a CNI error."""
+    """Ends the call with a CNI error, in the version of the configuration once that is known."""
 
-    def __init__(self, code: int, message: str, version: str = VERSIONS[-1]) -> None:
+    version = VERSIONS[-1]
+
+    def __init__(self, code: int, message: str, details: str = "") -> None:
         super().__init__(message)
         self.code = code
-        self.version = version
+        self.details = details
 
 
 class NoAgent(Exception):
@@ -41,94 +54,158 @@ def respond(command: str, text: bytes) -> object:
     Raises: Refused.
     """
     if command == "VERSION":
-        return {"cniVersion": VERSIONS[-1], "supportedVersions": list(VERSIONS)}
-    if command not in ("ADD", "DEL", "CHECK", "GC", "STATUS"):
+        return _versions(text)
+    if command not in SINCE:
         raise Refused(BAD_ENVIRONMENT, f"CNI_COMMAND {command!r} is not a CNI verb")
     if command == "DEL":
         _delete(text)
         return None
-    config = _configuration(text, chained=command in ("ADD", "CHECK"))
+    config = _configuration(text)
     version = str(config["cniVersion"])
     try:
-        reply = _ask(config, command)
+        if VERSIONS.index(version) < VERSIONS.index(SINCE[command]):
+            raise Refused(BAD_VERSION, f"cniVersion {version} has no {command}")
+        return _perform(command, config)
+    except Refused as error:
+        error.version = version
+        raise
+
+
+def _perform(command: str, config: dict[str, object]) -> object:
+    result = None
+    if command in ("ADD", "CHECK"):
+        _require_variables()
+        result = _previous_result(config)
+    try:
+        _require_yes(_ask(config, command, TIMEOUT_S))
     except NoAgent as error:
-        return _without_agent(command, config, version, str(error))
-    if not isinstance(reply, dict) or reply.get("result") != {}:
-        raise _refusal(reply, version)
-    return config["prevResult"] if command == "ADD" else None
+        _without_agent(command, config, str(error))
+    return result if command == "ADD" else None
 
 
-def _refusal(reply: object, version: str) -> Refused:
-    """Return what the agent said instead of yes; anything but a plain yes is a no."""
-    said: object = None
-    if isinstance(reply, dict):
-        result = reply.get("result")
-        said = result.get("error") if isinstance(result, dict) else reply.get("error")
-    if not isinstance(said, dict) or "message" not in said:
-        return Refused(TRY_LATER, f"the agent's answer is not understood: {reply!r:.200}", version)
-    return Refused(int(said.get("code", TRY_LATER)), str(said["message"]), version)
+def _versions(text: bytes) -> object:
+    """Answer in the version of the question, which may come without a configuration."""
+    try:
+        asked = _configuration(text)["cniVersion"]
+    except Refused:
+        asked = VERSIONS[-1]
+    return {"cniVersion": asked, "supportedVersions": list(VERSIONS)}
 
 
 def _delete(text: bytes) -> None:
     """A pod must be able to end whatever is wrong: tell the agent if it can be told."""
     try:
-        _ask(_configuration(text, chained=False), "DEL")
-    except (Refused, NoAgent):
-        return
+        _ask(_configuration(text), "DEL", DEL_TIMEOUT_S)
+    except Exception as error:
+        print(f"intercept-cni: DEL goes on without the agent: {error}", file=sys.stderr)
 
 
-def _configuration(text: bytes, *, chained: bool) -> dict[str, object]:
-    import json
+# --- what the runtime says ------------------------------------------------------------------------
 
+
+def _configuration(text: bytes) -> dict[str, object]:
     if len(text) > MAX_STDIN_BYTES:
         raise Refused(BAD_CONTENT, f"the configuration is larger than {MAX_STDIN_BYTES} bytes")
     try:
-        config = json.loads(text)
+        config = _loads(text)
     except (ValueError, RecursionError) as error:
         raise Refused(BAD_CONTENT, f"the configuration on stdin is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise Refused(BAD_CONTENT, "the configuration on stdin is not a JSON object")
-    version = config.get("cniVersion", "0.1.0")
+    version = config.setdefault("cniVersion", "0.1.0")
     if version not in VERSIONS:
         raise Refused(BAD_VERSION, f"cniVersion {version!r} is none of {', '.join(VERSIONS)}")
-    if chained and not isinstance(config.get("prevResult"), dict):
-        missing = "there is no prevResult: intercept-cni must be chained behind a plugin that "
-        raise Refused(BAD_CONFIG, missing + "makes the network", str(version))
     return config
 
 
-def _ask(config: dict[str, object], command: str) -> object:
+def _require_variables() -> None:
+    missing = [f"CNI_{name}" for name in REQUIRED if not os.environ.get(f"CNI_{name}")]
+    if missing:
+        raise Refused(BAD_ENVIRONMENT, f"the runtime did not set {', '.join(missing)}")
+
+
+def _previous_result(config: dict[str, object]) -> dict[str, object]:
+    """Return prevResult in the version of its configuration."""
+    result, version = config.get("prevResult"), str(config["cniVersion"])
+    if not isinstance(result, dict):
+        raise Refused(
+            BAD_CONFIG,
+            "there is no prevResult: intercept-cni must be chained behind a plugin that makes the "
+            "network",
+        )
+    if result.get("cniVersion") == version:
+        return result
+    result = {**result, "cniVersion": version}
+    if isinstance(result.get("ips"), list):
+        result["ips"] = [_address(ip, version) for ip in result["ips"]]
+    return result
+
+
+def _address(ip: object, version: str) -> object:
+    """Return an address as a version has it: until 0.4.0 each names its family."""
+    if not isinstance(ip, dict):
+        return ip
+    family = {"version": "6" if ":" in str(ip.get("address")) else "4"}
+    plain = {key: value for key, value in ip.items() if key != "version"}
+    return {**family, **plain} if version.startswith("0.") else plain
+
+
+# --- what the agent says --------------------------------------------------------------------------
+
+
+def _require_yes(reply: object) -> None:
+    """Raise what the agent said instead of yes; anything but a plain yes is a no."""
+    said: object = None
+    if isinstance(reply, dict):
+        result = reply.get("result")
+        if result == {}:
+            return
+        said = result.get("error") if isinstance(result, dict) else reply.get("error")
+    if not isinstance(said, dict) or "message" not in said:
+        shown = f"{reply!r:.200}"
+        raise Refused(TRY_LATER, "the agent's answer is not understood", shown)
+    code = said.get("code")
+    raise Refused(code if isinstance(code, int) else TRY_LATER, str(said["message"]))
+
+
+def _ask(config: dict[str, object], command: str, seconds: float) -> object:
     """Return the agent's answer.
 
-    Raises: NoAgent.
+    Raises: NoAgent, Refused.
     """
-    import json
-    import socket
-    import struct
+    from _socket import AF_UNIX, SOCK_STREAM, socket
 
     path = config.get("socket") or SOCKET
-    names = ("CONTAINERID", "NETNS", "IFNAME", "ARGS", "PATH", "NETNS_OVERRIDE")
-    environment = {name: os.environ.get(f"CNI_{name}", "") for name in names}
+    if not isinstance(path, str) or not path.startswith("/"):
+        raise Refused(BAD_CONFIG, f"socket {path!r:.200} is not an absolute path")
+    environment = {name: os.environ.get(f"CNI_{name}", "") for name in VARIABLES}
     request = {"do": "cni", "command": command, "environment": environment, "config": config}
-    payload = json.dumps(request).encode()
-    header = struct.Struct("!IB")
+    payload = _dumps(request)
+    ends = monotonic() + seconds
+    agent = socket(AF_UNIX, SOCK_STREAM)
     try:
-        with socket.socket(socket.AF_UNIX) as agent:
-            agent.settimeout(TIMEOUT_S)
-            agent.connect(str(path))
-            agent.sendall(header.pack(len(payload), PROTOCOL) + payload)
-            size, version = header.unpack(_exactly(agent, header.size))
-            if version != PROTOCOL or size > MAX_REPLY_BYTES:
-                raise NoAgent(f"the agent behind {path} speaks another version of the protocol")
-            return json.loads(_exactly(agent, size))
-    except (OSError, ValueError) as error:
+        agent.settimeout(seconds)
+        agent.connect(path)
+        agent.sendall(len(payload).to_bytes(4, "big") + bytes([PROTOCOL]) + payload)
+        header = _exactly(agent, 5, ends)
+        size, version = int.from_bytes(header[:4], "big"), header[4]
+        if version != PROTOCOL:
+            raise NoAgent(f"the agent behind {path} speaks another version of the protocol")
+        if size > MAX_REPLY_BYTES:
+            raise ValueError(f"an answer of {size} bytes is too large")
+        return _loads(_exactly(agent, size, ends))
+    except (OSError, ValueError, RecursionError) as error:
         said = getattr(error, "strerror", None) or str(error)
         raise NoAgent(f"no intercept-agent answers on {path} ({said})") from None
+    finally:
+        agent.close()
 
 
-def _exactly(agent: object, size: int) -> bytes:
+def _exactly(agent: object, size: int, ends: float) -> bytes:
+    """Return so many bytes; the time until `ends` is for all of them and not for each."""
     data = b""
     while len(data) < size:
+        agent.settimeout(max(ends - monotonic(), 0.001))  # type: ignore[attr-defined]
         chunk = agent.recv(size - len(data))  # type: ignore[attr-defined]
         if not chunk:
             raise ValueError("it closed the connection")
@@ -136,48 +213,132 @@ def _exactly(agent: object, size: int) -> bytes:
     return data
 
 
-def _without_agent(command: str, config: dict[str, object], version: str, why: str) -> object:
-    if command == "GC":
-        return None
-    if command == "STATUS":
-        raise Refused(NOT_AVAILABLE, why, version)
+def _without_agent(command: str, config: dict[str, object], why: str) -> None:
+    """Let the call succeed, or raise Refused where that could let traffic pass its proxy by."""
     if command == "CHECK":
-        raise Refused(TRY_LATER, f"{why}; nothing was checked", version)
-    runtime = config.get("runtimeConfig")
-    annotations = runtime.get(ANNOTATIONS) if isinstance(runtime, dict) else None
-    injected = not isinstance(annotations, dict) or INJECTED in annotations
-    if injected and config.get("failurePolicy") != "open":
+        raise Refused(TRY_LATER, f"{why}; nothing was checked")
+    if command == "GC" or config.get("failurePolicy") == "open":
+        return
+    if command == "STATUS":
+        raise Refused(NOT_AVAILABLE, why)
+    if _may_need_capture(config):
         raise Refused(
             TRY_LATER,
             f"{why}, so the traffic of this pod cannot be captured; it starts when the agent is "
             "back (see `intercept-agent status` on the node)",
-            version,
         )
-    return config["prevResult"]
+
+
+def _may_need_capture(config: dict[str, object]) -> bool:
+    runtime = config.get("runtimeConfig")
+    if isinstance(runtime, dict) and ANNOTATIONS in runtime:
+        # null is what containerd makes of a pod that has none.
+        annotations = runtime[ANNOTATIONS]
+        if annotations is None:
+            return False
+        return not isinstance(annotations, dict) or INJECTED in annotations
+    items = os.environ.get("CNI_ARGS", "").split(";")
+    return not any(f"K8S_POD_NAMESPACE={name}" in items for name in NEVER_INJECTED)
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+class _Strict:
+    """What the C half of `json` asks its decoder for."""
+
+    strict = True
+    object_hook = object_pairs_hook = None
+    parse_float, parse_int = float, int
+
+    @staticmethod
+    def parse_constant(word: str) -> object:
+        raise ValueError(f"{word} is not a JSON value")
+
+
+def _loads(data: bytes) -> object:
+    """Raises: ValueError, RecursionError."""
+    text = data.decode().strip(" \t\n\r")
+    try:
+        from _json import make_scanner
+
+        value, end = make_scanner(_Strict)(text, 0)  # type: ignore[arg-type]
+        if end == len(text):
+            return value
+    except Exception:  # there is no C half, or something is wrong, which `json` says in words
+        pass
+    import json
+
+    return json.loads(text, parse_constant=_Strict.parse_constant)
+
+
+def _dumps(document: object) -> bytes:
+    try:
+        from _json import encode_basestring_ascii, make_encoder
+    except ImportError:
+        import json
+
+        return json.dumps(document).encode()
+    encode = make_encoder(
+        None, repr, encode_basestring_ascii, None, ": ", ", ", False, False, False
+    )
+    return "".join(encode(document, 0)).encode()
+
+
+# --- one call -------------------------------------------------------------------------------------
 
 
 def main() -> int:
     """Run one call: stdout gets the result or one CNI error, and nothing else ever."""
-    import json
-
-    out = os.dup(1)
-    os.dup2(2, 1)
-    status = 0
-    document: object
+    status, data = 0, b""
     try:
-        text = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
-        document = respond(os.environ.get("CNI_COMMAND", ""), text)
+        document = respond(os.environ.get("CNI_COMMAND", ""), _stdin())
+        if document is not None:
+            data = _dumps(document)
     except Refused as error:
-        document, status = _error(error.version, error.code, str(error)), 1
+        status, data = 1, _error(error)
+    except RecursionError:
+        status, data = 1, _error(Refused(BAD_CONTENT, "the configuration is nested too deeply"))
     except Exception as error:  # a crash must reach the runtime as an error that it can show
-        document, status = _error(VERSIONS[-1], 999, f"intercept-cni failed: {error!r}"), 1
-    if document is not None:
-        os.write(out, json.dumps(document).encode())
+        status, data = 1, _error(_bug(error))
+    try:
+        _print(data)
+    except OSError as error:
+        print(f"intercept-cni: the result cannot be printed: {error.strerror}", file=sys.stderr)
+        return 1
     return status
 
 
-def _error(version: str, code: int, message: str) -> dict[str, object]:
-    return {"cniVersion": version, "code": code, "msg": message}
+def _stdin() -> bytes:
+    chunks, size = [], 0
+    try:
+        while size <= MAX_STDIN_BYTES:
+            chunk = os.read(0, 65536)
+            if not chunk:
+                break
+            chunks.append(chunk)
+            size += len(chunk)
+    except OSError as error:
+        if os.environ.get("CNI_COMMAND") not in ("DEL", "VERSION"):
+            raise Refused(BAD_IO, f"stdin cannot be read: {error.strerror}") from None
+    return b"".join(chunks)
+
+
+def _print(data: bytes) -> None:
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def _error(error: Refused) -> bytes:
+    said = {"code": error.code, "msg": str(error), "details": error.details}
+    return _dumps({"cniVersion": error.version, **said})
+
+
+def _bug(error: Exception) -> Refused:
+    import traceback
+
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Refused(BUG, f"intercept-cni failed, which is a bug to report: {error!r}", trace)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,9 @@ DATAPLANE_MODE = "istio.io/dataplane-mode"
 INJECTION = "istio-injection"
 REVISION = "istio.io/rev"
 
+# Istio's injector passes these namespaces over, whatever their labels.
+NEVER_INJECTED = ("kube-system", "kube-public", "kube-node-lease", "local-path-storage")
+
 # Ports of the proxy itself: excluded inbound whatever the annotations say (field report 56).
 ALWAYS_EXCLUDED = ("15020", "15021", "15090")
 

@@ -143,6 +143,8 @@ def _unknown(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
 
 def _outside_the_mesh(namespace: Namespace) -> str:
     """Return why no pod of a namespace is expected to be injected, or nothing."""
+    if namespace.name in names.NEVER_INJECTED:
+        return f"Istio never injects pods of namespace {namespace.name}"
     if namespace.labels is None:
         return ""
     injection = namespace.labels.get(names.INJECTION)

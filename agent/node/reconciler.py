@@ -38,7 +38,8 @@ class Wish:
     """What one pod's namespace should be. `settings` is None for a pod that is left alone.
 
     `reason` is a short code, `text` the sentence behind it. `sandbox_id` names the namespace for
-    good: under another one, nothing that was done before counts.
+    good: under another one, nothing that was done before counts. `network` is the name of the CNI
+    network that the plugin was called for, or nothing where it was not the plugin that told.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Wish:
     reason: str
     text: str
     source: str
+    network: str = ""
 
     @property
     def label(self) -> str:
