@@ -1,7 +1,6 @@
 """Answers the CNI plugin: what an ADD, DEL, CHECK, GC or STATUS means for a pod of this node."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +13,10 @@ from agent.model.pod import Namespace, Pod, Policy
 from agent.node.events import Events
 from agent.node.memory import Memory
 from agent.node.reconciler import Reconciler, Wish
-from agent.node.worker_client import WorkerClient
 from agent.observe.metrics import Metrics
 
 # CNI error codes; those from 100 on are a plugin's own.
 BAD_CONTENT, TRY_LATER, REFUSED, NOT_IN_SYNC = 6, 11, 101, 102
-SHOWN_DIFFERENCES = 3
 # The list of a GC: the name in the specification, and the one that libcni sends besides.
 ATTACHMENTS = ("cni.dev/valid-attachments", "cni.dev/attachments")
 
@@ -40,23 +37,19 @@ class CniCalls:
 
     def __init__(
         self,
-        worker: WorkerClient,
         reconciler: Reconciler,
         events: Events,
         metrics: Metrics,
         *,
         policy: Policy,
-        backend: str,
         memory: Memory,
         seen: Callable[[], None] = lambda: None,
     ) -> None:
         """`seen` is called whenever a pod has started or ended."""
-        self._worker = worker
         self._reconciler = reconciler
         self._events = events
         self._metrics = metrics
         self._policy = policy
-        self._backend = backend
         self._memory = memory
         self._seen = seen
 
@@ -90,8 +83,15 @@ class CniCalls:
             return Refusal(REFUSED, decision.message)
         if not decision.captured:
             return None
+        wish = self._wish(environment, conf, pod, decision)
+        await self._reconciler.enrol(self._reconciler.want(wish))
+        await asyncio.to_thread(self._memory.keep, wish)
+        self._seen()
+        return None
+
+    def _wish(self, environment: Environment, conf: Conf, pod: Pod, decision: Decision) -> Wish:
         key, sandbox_id = _key(pod, environment), environment.get("CONTAINERID", "")
-        wish = Wish(
+        return Wish(
             key=key,
             namespace=pod.namespace,
             name=pod.name,
@@ -104,10 +104,6 @@ class CniCalls:
             source="cni",
             network=self._network_of(key, sandbox_id) or str(conf.get("name", "")),
         )
-        await self._reconciler.enrol(self._reconciler.want(wish))
-        await asyncio.to_thread(self._memory.keep, wish)
-        self._seen()
-        return None
 
     def _network_of(self, key: str, sandbox_id: str) -> str:
         """Return what was noted at the first ADD: a further interface may be of another network."""
@@ -134,23 +130,11 @@ class CniCalls:
 
     async def _check(self, environment: Environment, conf: Conf) -> Refusal | None:
         pod, decision = self._decide(environment, conf)
-        if not decision.captured or decision.settings is None:
+        if not decision.captured:
             return None
-        path = environment.get("NETNS", "")
-        try:
-            fd = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError as error:
-            raise AgentError(f"the namespace {path} cannot be opened: {error.strerror}") from error
-        try:
-            settings = self._reconciler.with_guard(decision.settings)
-            found = await self._worker.job(
-                "check", fd, settings=settings, backend=self._backend, name=path
-            )
-        finally:
-            os.close(fd)
-        if found["in_sync"]:
+        said = await self._reconciler.compare(self._wish(environment, conf, pod, decision))
+        if not said:
             return None
-        said = "; ".join([*found["foreign"], *found["differences"]][:SHOWN_DIFFERENCES])
         return Refusal(NOT_IN_SYNC, f"{pod.title} is not captured as it should be: {said}")
 
     async def _gc(self, environment: Environment, conf: Conf) -> Refusal | None:
@@ -164,7 +148,7 @@ class CniCalls:
         listed = [] if given[0] is None else given[0]  # Go's empty list
         if not isinstance(listed, list) or not all(isinstance(x, Mapping) for x in listed):
             return Refusal(BAD_CONTENT, f"{ATTACHMENTS[0]}: a list of attachments is expected")
-        valid = {item.get("containerID") for item in listed}
+        valid = {str(item.get("containerID")) for item in listed}
         for key, pod in list(self._reconciler.pods.items()):
             wish = pod.wish
             ours = wish.source == "cni" and wish.network == conf.get("name")

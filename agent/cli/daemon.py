@@ -151,12 +151,10 @@ class Daemon:
 
     async def _open_doors(self, stack: contextlib.AsyncExitStack) -> None:
         calls = CniCalls(
-            self._worker,
             self._reconciler,
             self._events,
             self._metrics,
             policy=self._policy,
-            backend=self._config.backend,
             memory=self._memory,
             seen=self._poke,
         )

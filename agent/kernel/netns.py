@@ -65,15 +65,23 @@ class Netns:
                 f"cannot open the network namespace {text}: {error.strerror}; "
                 "`ip netns list` and `lsns -t net` show which there are"
             ) from error
+        return cls.of(fd, text)
+
+    @classmethod
+    def of(cls, fd: int, path: str) -> Self:
+        """Take over a descriptor, which is closed if it is refused. `path` is for messages.
+
+        Raises: NamespaceRefused.
+        """
         try:
             kind = fcntl.ioctl(fd, NS_GET_NSTYPE)
         except OSError:
             kind = 0
         if kind != libc.CLONE_NEWNET:
             os.close(fd)
-            raise NamespaceRefused(f"{text} is not a network namespace")
+            raise NamespaceRefused(f"{path} is not a network namespace")
         status = os.fstat(fd)
-        return cls(text, NetnsId(status.st_dev, status.st_ino), fd)
+        return cls(path, NetnsId(status.st_dev, status.st_ino), fd)
 
     def run(self, work: Callable[[], T], *, timeout_s: float = 30.0) -> T:
         """Run `work` in a throwaway thread inside this namespace and return its result.

@@ -180,6 +180,13 @@ class Reconciler:
                 self._failed(pod, error)
                 raise
 
+    async def compare(self, wish: Wish) -> str:
+        """Return in words how a namespace differs from a wish, or nothing. No pod need be known.
+
+        Raises: AgentError with the reason why it could not be looked at.
+        """
+        return _shown(await self._job(Pod(wish), "check"))
+
     async def _keep(self, pod: Pod) -> None:
         while True:
             pod.wake.clear()
@@ -216,10 +223,7 @@ class Reconciler:
             pod.state, pod.detail, pod.enrolled = "in-sync", "", True
             pod.whole_s, pod.told_s = asked_s, None
             return
-        lines = [str(x) for key in ("foreign", "differences") for x in _list(found[key])]
-        more = len(lines) - SHOWN_DIFFERENCES
-        shown = "; ".join(lines[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-        drifted = pod.enrolled
+        shown, drifted = _shown(found), pod.enrolled
         if self._mode != "repair":
             self._drifted(pod, shown, "found")
             return
@@ -331,6 +335,13 @@ def _unwatch(pod: Pod) -> None:
         asyncio.get_running_loop().remove_reader(pod.watch)
         os.close(pod.watch)
         pod.watch = None
+
+
+def _shown(found: Mapping[str, object]) -> str:
+    """Return the first differences of a check."""
+    lines = [str(x) for key in ("foreign", "differences") for x in _list(found[key])]
+    more = len(lines) - SHOWN_DIFFERENCES
+    return "; ".join(lines[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _list(value: object) -> list[object]:

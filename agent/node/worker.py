@@ -25,7 +25,7 @@ from agent.capture.inputs import Target, settings_for
 from agent.capture.observe import observe
 from agent.capture.probing.probe import passed, probe
 from agent.kernel.changes import Changes
-from agent.kernel.netns import Netns, NetnsId, refuse_node
+from agent.kernel.netns import Netns, refuse_node
 from agent.kernel.xtables_worker import HEADER, receive_exactly
 from agent.model.errors import AgentError, InvalidSettings
 from agent.model.settings import dump
@@ -144,10 +144,7 @@ class Worker:
 def _do(request: Mapping[str, Any], fd: int) -> dict[str, object]:
     """Do one job and return its result, or its error in words."""
     try:
-        status = os.fstat(fd)
-        with Netns(
-            str(request.get("name", "a pod")), NetnsId(status.st_dev, status.st_ino), fd
-        ) as n:
+        with Netns.of(fd, str(request.get("name", "a pod"))) as n:
             refuse_node(n, is_self=False)
             return {"result": JOBS[request["job"]](n, request)}
     except InvalidSettings as error:

@@ -68,7 +68,7 @@ def test_add_captures_before_it_answers_and_again_changes_nothing(folder: Path, 
         assert agent.cni("ADD", netns) == (0, RESULT)
         assert agent.cni("CHECK", netns) == (0, None)
         assert generation(netns) == before
-        assert agent.cni("STATUS", "") == (0, None)
+        assert agent.cni("STATUS", "", conf={"cniVersion": "1.1.0"}) == (0, None)
 
 
 def test_plain_pod_passes_and_bad_annotations_are_refused_in_words(

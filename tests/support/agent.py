@@ -20,6 +20,7 @@ from agent.cni import plugin
 
 ROOT = Path(__file__).parents[2]
 INJECTED = {"sidecar.istio.io/status": "{}"}
+ARGS = "K8S_POD_UID=u1;K8S_POD_NAMESPACE=shop;IgnoreUnknown=1;K8S_POD_NAME=web"
 RESULT = {"cniVersion": "1.0.0", "ips": []}
 
 
@@ -96,28 +97,36 @@ class Agent:
             return error.code, error.read().decode()
 
     def cni(
-        self, verb: str, netns: str, *, annotations: Mapping[str, str] | None = INJECTED
+        self,
+        verb: str,
+        netns: str,
+        *,
+        annotations: Mapping[str, str] | None = INJECTED,
+        container: str = "c0ffee",
+        args: str = ARGS,
+        conf: Mapping[str, object] | None = None,
     ) -> tuple[int, Any]:
         """Run the plugin as a runtime does and return its exit code and what it printed."""
-        conf: dict[str, object] = {
+        document = {
             "cniVersion": "1.0.0",
             "name": "net",
             "type": "intercept-cni",
             "socket": str(self.socket),
             "prevResult": RESULT,
+            **(conf or {}),
         }
         if annotations is not None:
-            conf["runtimeConfig"] = {plugin.ANNOTATIONS: annotations}
+            document["runtimeConfig"] = {plugin.ANNOTATIONS: annotations}
         environment = {
             "CNI_COMMAND": verb,
-            "CNI_CONTAINERID": "c0ffee",
+            "CNI_CONTAINERID": container,
             "CNI_IFNAME": "eth0",
-            "CNI_NETNS": f"/run/netns/{netns}" if netns else "",
-            "CNI_ARGS": "K8S_POD_UID=u1;K8S_POD_NAMESPACE=shop;IgnoreUnknown=1;K8S_POD_NAME=web",
+            "CNI_NETNS": netns if "/" in netns else f"/run/netns/{netns}" if netns else "",
+            "CNI_ARGS": args,
         }
         done = subprocess.run(
             [sys.executable, "-I", "-S", plugin.__file__],
-            input=json.dumps(conf),
+            input=json.dumps(document),
             text=True,
             capture_output=True,
             env=environment,
