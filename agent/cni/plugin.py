@@ -10,7 +10,7 @@ starting the interpreter, the C halves below them next to nothing.
 
 import os
 import sys
-from time import monotonic
+from time import monotonic, sleep
 
 VERSIONS = ("0.3.1", "0.4.0", "1.0.0", "1.1.0")
 SINCE = {"ADD": "0.3.1", "DEL": "0.3.1", "CHECK": "0.4.0", "GC": "1.1.0", "STATUS": "1.1.0"}
@@ -185,7 +185,7 @@ def _ask(config: dict[str, object], command: str, seconds: float) -> object:
     agent = socket(AF_UNIX, SOCK_STREAM)
     try:
         agent.settimeout(seconds)
-        agent.connect(path)
+        _connect(agent, path, ends)
         agent.sendall(len(payload).to_bytes(4, "big") + bytes([PROTOCOL]) + payload)
         header = _exactly(agent, 5, ends)
         size, version = int.from_bytes(header[:4], "big"), header[4]
@@ -199,6 +199,18 @@ def _ask(config: dict[str, object], command: str, seconds: float) -> object:
         raise NoAgent(f"no intercept-agent answers on {path} ({said})") from None
     finally:
         agent.close()
+
+
+def _connect(agent: object, path: str, ends: float) -> None:
+    """A queue that is full for a moment is told at once where a socket has a time limit."""
+    while True:
+        try:
+            agent.connect(path)  # type: ignore[attr-defined]
+            return
+        except BlockingIOError:
+            if monotonic() > ends:
+                raise
+            sleep(0.01)
 
 
 def _exactly(agent: object, size: int, ends: float) -> bytes:

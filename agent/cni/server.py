@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.cni import frames
-from agent.kernel.connections import Connections
+from agent.kernel.connections import BACKLOG, Connections
 from agent.model.errors import AgentError, EnvironmentLacks
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class Server:
         Raises: EnvironmentLacks.
         """
         sock = await asyncio.to_thread(_listen, self._path)
-        self._server = await asyncio.start_unix_server(self._clients.serve, sock=sock)
+        serve = self._clients.serve
+        self._server = await asyncio.start_unix_server(serve, sock=sock, backlog=BACKLOG)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -59,12 +60,14 @@ class Server:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             try:
-                request = await asyncio.wait_for(frames.read(reader), REQUEST_TIMEOUT_S)
+                with self._clients.waiting():
+                    request = await asyncio.wait_for(frames.read(reader), REQUEST_TIMEOUT_S)
             except frames.BadFrame as error:
                 await frames.write(writer, _refusal(error))
                 return
             reply = await self._answer(request)
-            await asyncio.wait_for(frames.write(writer, reply), REQUEST_TIMEOUT_S)
+            with self._clients.waiting():
+                await asyncio.wait_for(frames.write(writer, reply), REQUEST_TIMEOUT_S)
 
     async def _answer(self, request: object) -> object:
         if not isinstance(request, dict) or request.get("do") not in self._handlers:
@@ -103,7 +106,7 @@ def _listen(path: Path) -> socket.socket:
             sock.bind(str(path))
         finally:
             os.umask(previous)
-        sock.listen(MAX_CLIENTS)
+        sock.listen(BACKLOG)
     except OSError as error:
         raise EnvironmentLacks(f"cannot listen on {path}: {error.strerror or error}") from error
     return sock

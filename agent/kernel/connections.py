@@ -2,23 +2,32 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 BROKEN = (asyncio.IncompleteReadError, ConnectionError, TimeoutError, asyncio.CancelledError)
 
+# How many may wait to be accepted while the event loop is busy; the kernel allows somaxconn.
+BACKLOG = 1024
 # The event loop needs some turns between an accept and the client's own task.
 ACCEPTING_S = 0.02
+# What was sent last may still be on its way; after this it is not waited for.
+HANG_UP_S = 2.0
 
 
 class Connections:
-    """Talks to each client in its own task; what breaks in one ends that one only."""
+    """Talks to each client in its own task; what breaks in one ends that one only.
+
+    When there are too many, the one that has kept us waiting for longest is dropped for the new
+    one: who holds connections open and does nothing keeps nobody else out.
+    """
 
     def __init__(self, talk: Talk, limit: int) -> None:
         self._talk = talk
         self._limit = limit
         self._tasks: set[asyncio.Task[object]] = set()
+        self._waiting: dict[asyncio.Task[object], None] = {}  # in the order of their coming
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give this to asyncio.start_server."""
@@ -26,14 +35,34 @@ class Connections:
         assert task is not None
         self._tasks.add(task)
         try:
-            if len(self._tasks) <= self._limit:
+            if len(self._tasks) <= self._limit or self._make_room():
                 with contextlib.suppress(*BROKEN):
                     await self._talk(reader, writer)
         finally:
-            self._tasks.discard(task)
-            writer.close()
-            with contextlib.suppress(*BROKEN):
-                await writer.wait_closed()
+            try:
+                await _hang_up(writer)
+            finally:
+                self._tasks.discard(task)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Put into this what waits for the client; while it does, the client may be dropped."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting[task] = None
+        try:
+            yield
+        finally:
+            self._waiting.pop(task, None)
+
+    def _make_room(self) -> bool:
+        task = next(iter(self._waiting), None)
+        if task is None:
+            return False
+        del self._waiting[task]
+        self._tasks.discard(task)
+        task.cancel()
+        return True
 
     async def close(self, server: asyncio.Server) -> None:
         """End the server and every connection, and wait until they have ended.
@@ -50,3 +79,12 @@ class Connections:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _hang_up(writer: asyncio.StreamWriter) -> None:
+    """Close a connection, at last without what its client does not take."""
+    writer.close()
+    try:
+        await asyncio.wait_for(writer.wait_closed(), HANG_UP_S)
+    except BROKEN:
+        writer.transport.abort()

@@ -8,14 +8,17 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import h11
 
-from agent.kernel.connections import Connections
+from agent.kernel.connections import BACKLOG, Connections
 from agent.model.errors import EnvironmentLacks
+
+log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 64
 REQUEST_TIMEOUT_S = 5.0
@@ -64,7 +67,8 @@ class HttpServer:
         Raises: EnvironmentLacks, naming address and port, if it cannot be had.
         """
         try:
-            self._server = await asyncio.start_server(self._clients.serve, address, port)
+            serve = self._clients.serve
+            self._server = await asyncio.start_server(serve, address, port, backlog=BACKLOG)
         except OSError as error:
             raise EnvironmentLacks(
                 f"cannot listen on {address}:{port}: {error.strerror}; `ss -ltnp` shows who does; "
@@ -77,20 +81,29 @@ class HttpServer:
             await self._clients.close(self._server)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(h11.ProtocolError):
-            await self._converse(reader, writer)
-
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST_BYTES)
-        request = await asyncio.wait_for(_request(protocol, reader), REQUEST_TIMEOUT_S)
-        if request is None:
-            return
-        answer = await self._page(request, writer)
+        try:
+            with self._clients.waiting():
+                request = await asyncio.wait_for(_request(protocol, reader), REQUEST_TIMEOUT_S)
+        except h11.RemoteProtocolError as error:
+            answer, with_body = Answer.of({"error": str(error)}, error.error_status_hint), True
+        else:
+            if request is None:
+                return
+            answer, with_body = await self._answer(request, writer), request.method != b"HEAD"
         with contextlib.closing(answer.more) if answer.more else contextlib.nullcontext():
             async with asyncio.timeout(STREAM_TIMEOUT_S if answer.more else ANSWER_TIMEOUT_S):
-                for data in _wire(protocol, answer, with_body=request.method != b"HEAD"):
+                for data in _wire(protocol, answer, with_body=with_body):
                     writer.write(data)
-                    await writer.drain()
+                    with self._clients.waiting():
+                        await writer.drain()
+
+    async def _answer(self, request: h11.Request, writer: asyncio.StreamWriter) -> Answer:
+        try:
+            return await self._page(request, writer)
+        except Exception:  # a bug in one page must not end the connection without a word
+            log.exception("a page failed", extra={"target": request.target.decode("ascii")})
+            return Answer.of({"error": "the agent failed to answer; its log says why"}, 500)
 
     async def _page(self, request: h11.Request, writer: asyncio.StreamWriter) -> Answer:
         path = request.target.decode("ascii", "replace").partition("?")[0]

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from agent.cni import frames
-from agent.cni.server import Server
+from agent.cni.server import MAX_CLIENTS, Server
+from agent.kernel import connections
 from agent.model.errors import AgentError, EnvironmentLacks
+from agent.observe import http
 from agent.observe.http import Answer, HttpServer
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the socket answers root only")
@@ -109,6 +111,45 @@ def test_client_that_says_nothing_does_not_hold_up_others(tmp_path: Path) -> Non
 
 
 @needs_root
+def test_clients_that_ask_nothing_make_room_for_one_that_does(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+
+    async def part() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(MAX_CLIENTS + 50):
+                _, writer = await asyncio.open_unix_connection(str(path))
+                stack.callback(writer.close)
+            assert await ask(path, {"do": "echo", "said": 1}) == {"result": 1}
+
+    with_server(path, part)
+
+
+@needs_root
+def test_clients_that_are_being_answered_are_not_dropped_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.cni.server.MAX_CLIENTS", 3)
+    path, go_on = tmp_path / "agent.sock", asyncio.Event()
+
+    async def slowly(request: Mapping[str, Any]) -> object:
+        await go_on.wait()
+        return request["said"]
+
+    async def run() -> None:
+        server = Server(path, {"slow": slowly})
+        await server.start()
+        asked = [asyncio.create_task(ask(path, {"do": "slow", "said": n})) for n in range(3)]
+        await asyncio.sleep(0.1)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await ask(path, {"do": "slow"})
+        go_on.set()
+        assert await asyncio.gather(*asked) == [{"result": n} for n in range(3)]
+        await server.close()
+
+    asyncio.run(run())
+
+
+@needs_root
 def test_second_agent_is_refused_and_a_dead_ones_socket_replaced(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
 
@@ -121,13 +162,24 @@ def test_second_agent_is_refused_and_a_dead_ones_socket_replaced(tmp_path: Path)
     with_server(path, part)
 
 
+LARGE = bytes(30_000_000)
+
+
 async def page() -> Answer:
     return Answer.of({"ok": True})
 
 
-async def fetch(port: int, text: str) -> tuple[int, bytes]:
+async def large() -> Answer:
+    return Answer(200, LARGE)
+
+
+async def broken() -> Answer:
+    raise KeyError("oops")
+
+
+async def fetch(port: int, raw: str | bytes) -> tuple[int, bytes]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(text.encode())
+    writer.write(raw.encode() if isinstance(raw, str) else raw)
     data = await reader.read()
     writer.close()
     head, _, body = data.partition(b"\r\n\r\n")
@@ -154,9 +206,14 @@ async def long_page() -> Answer:
     return Answer(200, b"first\n", "text/plain", PARTS)
 
 
+async def get(port: int, path: str) -> tuple[int, bytes]:
+    return await fetch(port, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
 def with_http(part: Callable[[int], Awaitable[None]]) -> None:
     async def run() -> None:
-        server = HttpServer({"/page": page, "/long": long_page}, {"/local": page})
+        pages = {"/page": page, "/long": long_page, "/large": large, "/broken": broken}
+        server = HttpServer(pages, {"/local": page})
         port = await server.start("127.0.0.1", 0)
         try:
             await part(port)
@@ -207,12 +264,122 @@ def test_long_page_comes_part_by_part_and_is_closed(request_line: str, wanted: b
     with_http(part)
 
 
-@pytest.mark.parametrize("text", ["nonsense\r\n\r\n", "GET /page HTTP/1.1\r\nA: " + "x" * 100_000])
-def test_bad_or_endless_request_ends_alone(text: str) -> None:
+GET = b"GET /page HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"\xff\x00" * 100 + b"\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+        (b"GET /page HTTP/1.1\r\n\r\n", 400),  # without a host
+        (b"GET /page\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 405),
+        (GET + b"A: " + b"x" * 100_000, 431),
+        (GET + b"A: b\r\n" * 100_000, 431),
+        (GET + b"Content-Length: nope\r\n\r\n", 400),
+        (GET + b"Content-Length: 1000000\r\n\r\nhalf a body", 200),
+        (b"POST" + GET[3:] + b"Content-Length: 1000000\r\n\r\nhalf a body", 405),
+        (b"POST" + GET[3:] + b"Transfer-Encoding: chunked\r\n\r\nnope", 405),
+        (GET + b"Expect: 100-continue\r\n\r\n", 200),
+        (GET + b"Upgrade: h2c\r\nConnection: upgrade\r\n\r\n", 200),
+        (b"GET ../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"GET //page HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+        (b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+    ],
+)
+def test_odd_request_gets_its_status_and_ends_alone(raw: bytes, status: int) -> None:
     async def part(port: int) -> None:
         with contextlib.suppress(ConnectionError):  # it may be cut off while it still sends
-            assert (await fetch(port, text))[0] != 200
-        assert (await fetch(port, "GET /page HTTP/1.1\r\nHost: x\r\n\r\n"))[0] == 200
+            assert (await fetch(port, raw))[0] == status
+        assert (await get(port, "/page"))[0] == 200
+
+    with_http(part)
+
+
+def test_requests_in_a_pipeline_get_one_answer() -> None:
+    async def part(port: int) -> None:
+        status, body = await fetch(port, (GET + b"\r\n") * 50)
+        assert (status, json.loads(body)) == (200, {"ok": True})
+
+    with_http(part)
+
+
+def test_head_has_no_body() -> None:
+    async def part(port: int) -> None:
+        assert await fetch(port, b"HEAD" + GET[3:] + b"\r\n") == (200, b"")
+
+    with_http(part)
+
+
+def test_page_that_fails_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def part(port: int) -> None:
+        status, body = await get(port, "/broken")
+        assert status == 500
+        assert b"its log says why" in body
+
+    with_http(part)
+    assert "oops" in caplog.text
+
+
+def test_clients_that_send_nothing_make_room_for_one_that_does() -> None:
+    async def part(port: int) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(3 * http.MAX_CLIENTS):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                stack.callback(writer.close)
+                writer.write(GET)  # half a request
+            assert (await get(port, "/page"))[0] == 200
+
+    with_http(part)
+
+
+def test_header_that_trickles_in_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "REQUEST_TIMEOUT_S", 0.2)
+
+    async def part(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        end = asyncio.create_task(reader.read())
+        with contextlib.suppress(ConnectionError):
+            while not end.done():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        with contextlib.suppress(ConnectionError):
+            assert await end == b""
+        writer.close()
+
+    with_http(part)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_client_that_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connections, "HANG_UP_S", 0.1)
+
+    async def part(port: int) -> None:
+        before = descriptors()
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            silent.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(0.05)
+            assert (await get(port, "/page"))[0] == 200
+            for _ in range(1000):
+                if descriptors() == before + 1:
+                    return
+                await asyncio.sleep(0.02)
+            pytest.fail("its connection is still held")
+
+    with_http(part)
+
+
+def test_large_page_arrives_whole() -> None:
+    async def part(port: int) -> None:
+        status, body = await get(port, "/large")
+        assert (status, len(body)) == (200, len(LARGE))
 
     with_http(part)
 

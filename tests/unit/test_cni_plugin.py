@@ -289,6 +289,34 @@ def test_time_for_an_answer_is_bounded_however_it_trickles(
     assert caught.value.code == plugin.TRY_LATER
 
 
+def test_agent_whose_queue_is_full_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(str(path))
+        server.listen(0)
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        call_of_cni = subprocess.Popen(
+            RUN,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"CNI_COMMAND": "ADD", **VARIABLES},
+        )
+        assert call_of_cni.stdin is not None
+        call_of_cni.stdin.write(json.dumps(config(MESH, socket=str(path))).encode())
+        call_of_cni.stdin.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            call_of_cni.wait(0.3)
+        server.accept()[0].close()
+        client, _ = server.accept()
+        with client:
+            answering(YES)(client)
+        assert call_of_cni.wait(20) == 0
+        assert call_of_cni.stdout is not None
+        assert json.load(call_of_cni.stdout) == RESULT
+        call_of_cni.stdout.close()
+
+
 def test_del_does_not_wait_long_for_an_agent_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
