@@ -4,12 +4,11 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from agent.cli import output
 from agent.cni import installer
 from agent.cni.folder import Busy, Changed
-from agent.cni.installer import Report
+from agent.cni.installer import Place, Report
 from agent.formats.cni_config import POLICIES, Entry
 from agent.node import config
 
@@ -26,13 +25,6 @@ running agent keeps up by itself (`run` with cni.conf_dir) is put back after an 
 
 
 TRIES, PAUSE_S = 50, 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Node:
-    conf_dir: str
-    bin_dir: str
-    entry: Entry
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -65,26 +57,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    node = _node(arguments)
-    done = _patiently(lambda: _act(arguments, node))
+    place = _place(arguments)
+    done = _patiently(lambda: _act(arguments, place))
     if arguments.output == "json":
-        output.print_json(_to_json(arguments.action, node, done))
+        output.print_json(_to_json(arguments.action, place, done))
     else:
-        _print(arguments.action, node, done)
+        _print(arguments.action, place, done)
     return 0 if done.in_sync else 1
 
 
-def _act(arguments: argparse.Namespace, node: _Node) -> Report:
+def _act(arguments: argparse.Namespace, place: Place) -> Report:
     if arguments.action == "uninstall":
-        return installer.uninstall(node.conf_dir, node.bin_dir, keep_binary=arguments.keep_binary)
-    act = installer.install if arguments.action == "install" else installer.check
-    return act(
-        node.conf_dir,
-        node.bin_dir,
-        entry=node.entry,
-        pinned=arguments.file,
-        interpreter=arguments.interpreter,
-    )
+        return installer.uninstall(place, keep_binary=arguments.keep_binary)
+    return installer.install(place) if arguments.action == "install" else installer.check(place)
 
 
 def _patiently(act: Callable[[], Report]) -> Report:
@@ -99,17 +84,19 @@ def _patiently(act: Callable[[], Report]) -> Report:
     return act()
 
 
-def _node(arguments: argparse.Namespace) -> _Node:
+def _place(arguments: argparse.Namespace) -> Place:
     """Return what to work on: an option counts before a variable, that before the file."""
     found = config.load(arguments.config)
-    return _Node(
+    return Place(
         conf_dir=arguments.conf_dir or str(found.cni_conf_dir or installer.CONF_DIR),
         bin_dir=arguments.bin_dir or str(found.cni_bin_dir or installer.BIN_DIR),
         entry=Entry(socket=str(found.socket), failure_policy=arguments.failure_policy),
+        pinned=arguments.file,
+        interpreter=arguments.interpreter,
     )
 
 
-def _print(action: str, node: _Node, done: Report) -> None:
+def _print(action: str, place: Place, done: Report) -> None:
     output.warn(done.warnings)
     for change in done.changes:
         print(change)
@@ -118,20 +105,20 @@ def _print(action: str, node: _Node, done: Report) -> None:
     if not done.in_sync:
         count = f"{len(done.differences)} difference{'s' if len(done.differences) > 1 else ''}"
         hint = "`intercept-agent cni install` puts it right"
-        print(f"{node.conf_dir}: {output.paint(count, output.RED)}; {hint}")
+        print(f"{place.conf_dir}: {output.paint(count, output.RED)}; {hint}")
     elif action == "uninstall":
         word = "uninstalled" if done.changed else "nothing to remove"
-        print(f"{node.conf_dir}: {output.paint(word, output.GREEN)}")
+        print(f"{place.conf_dir}: {output.paint(word, output.GREEN)}")
     else:
         word = "installed" if done.changed else "in sync"
-        print(f"{node.conf_dir}/{done.file}: {output.paint(word, output.GREEN)}")
+        print(f"{place.conf_dir}/{done.file}: {output.paint(word, output.GREEN)}")
 
 
-def _to_json(action: str, node: _Node, done: Report) -> dict[str, object]:
+def _to_json(action: str, place: Place, done: Report) -> dict[str, object]:
     return {
         "action": action,
-        "conf_dir": node.conf_dir,
-        "bin_dir": node.bin_dir,
+        "conf_dir": place.conf_dir,
+        "bin_dir": place.bin_dir,
         "file": done.file,
         "changed": done.changed,
         "in_sync": done.in_sync,

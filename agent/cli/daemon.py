@@ -20,7 +20,7 @@ from typing import Any
 
 from agent.cli.cni_calls import CniCalls, pod_key
 from agent.cli.proxy_metrics import ProxyMetrics
-from agent.cni import installer
+from agent.cni.installer import BIN_DIR, Place
 from agent.cni.server import Server
 from agent.cni.watcher import State, Watcher
 from agent.formats.cni_config import Entry
@@ -91,9 +91,11 @@ class Daemon:
         if conf_dir is None:
             return None
         return Watcher(
-            str(conf_dir),
-            str(bin_dir or installer.BIN_DIR),
-            entry=Entry(socket=str(self._config.socket)),
+            Place(
+                conf_dir=str(conf_dir),
+                bin_dir=str(bin_dir or BIN_DIR),
+                entry=Entry(socket=str(self._config.socket)),
+            ),
             repair=self._config.mode == "repair",
             on_change=self._hear_cni,
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from agent.cli import output
+from agent.kernel import package
 from agent.model.errors import AgentError, EnvironmentLacks
 
 COMMANDS = {
@@ -32,12 +33,21 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
 
 
+class _Version(argparse.Action):
+    """Prints the version; an action of its own because looking it up takes a while."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        print(f"{package.NAME} {package.version()}")
+        parser.exit()
+
+
 def _parser(wanted: str) -> argparse.ArgumentParser:
     """Return the parser with the options of one command: only its module is imported."""
     parser = _Parser(
-        prog="intercept-agent",
+        prog=package.NAME,
         description="Steers the traffic of mesh pods into their sidecar proxy, and proves it.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name != wanted:
@@ -60,7 +70,7 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 1, 2, 3 or 4 as the contract has them."""
+    """Run the command and return its exit code: 0 to 4 as the contract has them, 70 for a bug."""
     given = list(sys.argv[1:] if words is None else words)
     command = next((word for word in given if not word.startswith("-")), "")
     try:
@@ -79,6 +89,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        return output.fail_unexpectedly(error, verbose=bool({"-v", "--verbose"} & set(given)))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 
 from agent.model.errors import AgentError, InvalidSettings
+
+UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 
 GREEN, RED, YELLOW, BOLD = "32", "31", "33", "1"
 
@@ -79,3 +82,13 @@ def fail(error: AgentError) -> int:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return error.exit_code
+
+
+def fail_unexpectedly(error: Exception, *, verbose: bool) -> int:
+    """Say that we are at fault and what helps to find out why, and return the exit code."""
+    if verbose:
+        traceback.print_exception(error)
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    hint = "please report it" if verbose else "please report it with what -v shows"
+    print(f"error: this is a bug in intercept-agent ({what}); {hint}", file=sys.stderr)
+    return UNEXPECTED

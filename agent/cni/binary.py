@@ -16,10 +16,11 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
-from importlib import metadata, resources
+from importlib import resources
 
 from agent.cni.folder import Folder, explained
 from agent.formats.cni_config import TYPE, VERSIONS
+from agent.kernel import package
 from agent.model.errors import AgentError, EnvironmentLacks
 
 INTERPRETERS = (
@@ -46,7 +47,9 @@ def body() -> bytes:
     source = resources.files("agent.cni").joinpath("plugin.py").read_bytes()
     if source.startswith(b"#!"):
         source = source.partition(b"\n")[2]
-    return f"# {TYPE} {_version()} sha256:{sha256(source).hexdigest()[:16]}\n".encode() + source
+    return (
+        f"# {TYPE} {package.version()} sha256:{sha256(source).hexdigest()[:16]}\n".encode() + source
+    )
 
 
 def whole(interpreter: str) -> bytes:
@@ -145,13 +148,6 @@ def _interpreters() -> Iterator[str]:
     for path in dict.fromkeys((*INTERPRETERS, own)):
         if path.startswith("/") and os.access(path, os.X_OK):
             yield path
-
-
-def _version() -> str:
-    try:
-        return metadata.version("intercept-agent")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _said(text: bytes) -> str:

@@ -10,7 +10,7 @@ cannot be put there, the entry is taken out.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agent.cni import binary
 from agent.cni.edits import Edit, Keep, Plan, Remove, Rename, Snapshot, Write, outcome, plan
@@ -22,6 +22,21 @@ from agent.model.errors import AgentError, EnvironmentLacks
 
 CONF_DIR = "/etc/cni/net.d"
 BIN_DIR = "/opt/cni/bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A node's two directories and what belongs there.
+
+    `pinned` is the file to chain into instead of the one that the runtime reads, `interpreter` the
+    node's Python for the plugin instead of the first that runs it.
+    """
+
+    conf_dir: str = CONF_DIR
+    bin_dir: str = BIN_DIR
+    entry: Entry = field(default_factory=Entry)
+    pinned: str | None = None
+    interpreter: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,50 +74,30 @@ class Look:
         return bool(self.plan.edits or (self.plan.present and self.binary))
 
 
-def look(
-    conf_dir: str,
-    bin_dir: str,
-    *,
-    entry: Entry,
-    pinned: str | None = None,
-    interpreter: str | None = None,
-) -> Look:
+def look(place: Place) -> Look:
     """Read both directories; either may be missing. Raises: EnvironmentLacks if unreadable."""
-    snapshot = _snapshot(conf_dir)
+    snapshot = _snapshot(place.conf_dir)
     try:
-        with Folder(bin_dir) as bins:
-            words = binary.differences(bins, interpreter)
+        with Folder(place.bin_dir) as bins:
+            words = binary.differences(bins, place.interpreter)
     except EnvironmentLacks as error:
         words = (f"binary {TYPE} is missing: {error.__cause__ and error.__cause__.args[-1]}",)
-    return Look(snapshot=snapshot, plan=plan(snapshot, entry, pinned=pinned), binary=words)
+    todo = plan(snapshot, place.entry, pinned=place.pinned)
+    return Look(snapshot=snapshot, plan=todo, binary=words)
 
 
-def check(
-    conf_dir: str,
-    bin_dir: str,
-    *,
-    entry: Entry,
-    pinned: str | None = None,
-    interpreter: str | None = None,
-) -> Report:
+def check(place: Place) -> Report:
     """Tell what `install` would change. Writes nothing.
 
     Raises: EnvironmentLacks if there is no such configuration directory.
     """
-    found = look(conf_dir, bin_dir, entry=entry, pinned=pinned, interpreter=interpreter)
+    found = look(place)
     if not found.snapshot.exists:
-        raise EnvironmentLacks(f"there is no directory {conf_dir}; name it with --conf-dir")
+        raise EnvironmentLacks(f"there is no directory {place.conf_dir}; name it with --conf-dir")
     return Report(file=found.plan.file, differences=found.differences, warnings=found.plan.warnings)
 
 
-def install(
-    conf_dir: str,
-    bin_dir: str,
-    *,
-    entry: Entry,
-    pinned: str | None = None,
-    interpreter: str | None = None,
-) -> Report:
+def install(place: Place) -> Report:
     """Make binary and entry be as they should, or leave everything as it was.
 
     Raises: EnvironmentLacks, Busy, Changed; nothing was changed, but for the one case that the
@@ -111,18 +106,18 @@ def install(
     with contextlib.ExitStack() as stack:
         # Left in reverse: should this fail, the entry is undone before the binary is.
         try:
-            bins = stack.enter_context(Folder(bin_dir))
+            bins = stack.enter_context(Folder(place.bin_dir))
         except EnvironmentLacks as error:
-            raise _without_binary(conf_dir, error) from error
-        conf = stack.enter_context(Folder(conf_dir, lock=True))
+            raise _without_binary(place.conf_dir, error) from error
+        conf = stack.enter_context(Folder(place.conf_dir, lock=True))
         conf.sweep()
         bins.sweep()
         seen = conf.snapshot()
-        todo = plan(seen, entry, pinned=pinned)
+        todo = plan(seen, place.entry, pinned=place.pinned)
         if not todo.present and not todo.edits:
-            raise EnvironmentLacks(f"{conf_dir}: {todo.reason}; nothing was changed")
+            raise EnvironmentLacks(f"{place.conf_dir}: {todo.reason}; nothing was changed")
         try:
-            put, warnings = binary.put(bins, interpreter)
+            put, warnings = binary.put(bins, place.interpreter)
         except EnvironmentLacks as error:
             raise _withdrawn(conf, bins, seen, error) from error
         conf.apply(todo.edits, seen)
@@ -130,12 +125,12 @@ def install(
         conf.commit()
         return Report(
             file=todo.file,
-            changes=(*((f"installed {bin_dir}/{TYPE}",) if put else ()), *_said(todo.edits)),
+            changes=(*((f"installed {place.bin_dir}/{TYPE}",) if put else ()), *_said(todo.edits)),
             warnings=(*warnings, *todo.warnings, *_base_missing(todo, bins)),
         )
 
 
-def uninstall(conf_dir: str, bin_dir: str, *, keep_binary: bool = False) -> Report:
+def uninstall(place: Place, *, keep_binary: bool = False) -> Report:
     """Take the entry out of every configuration, bring originals back, then remove the binary.
 
     With `keep_binary` it stays, for runtimes that remember the entry: Multus deletes its pods by
@@ -146,13 +141,13 @@ def uninstall(conf_dir: str, bin_dir: str, *, keep_binary: bool = False) -> Repo
     changes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     with contextlib.ExitStack() as stack:
-        bins = _opened(stack, bin_dir)
-        conf = _opened(stack, conf_dir, lock=True)
+        bins = _opened(stack, place.bin_dir)
+        conf = _opened(stack, place.conf_dir, lock=True)
         if conf is not None:
             conf.sweep()
             seen = conf.snapshot()
             todo = _plan_removal(seen)
-            _require_gone(conf_dir, outcome(seen, todo.edits))
+            _require_gone(place.conf_dir, outcome(seen, todo.edits))
             conf.apply(todo.edits, seen)
             conf.commit()
             changes, warnings = tuple(_said(todo.edits)), todo.warnings
@@ -160,10 +155,10 @@ def uninstall(conf_dir: str, bin_dir: str, *, keep_binary: bool = False) -> Repo
             bins.sweep()
             if not keep_binary and bins.has(TYPE):
                 stays = "the entry is gone, and a binary that nothing names does no harm"
-                with explained(f"cannot remove {bin_dir}/{TYPE}", stays):
+                with explained(f"cannot remove {place.bin_dir}/{TYPE}", stays):
                     bins.remove(TYPE)
                 bins.commit()
-                changes = (*changes, f"removed {bin_dir}/{TYPE}")
+                changes = (*changes, f"removed {place.bin_dir}/{TYPE}")
     return Report(changes=changes, warnings=warnings)
 
 

@@ -25,8 +25,7 @@ from typing import Any, Protocol
 
 from agent.cni import installer, opponent
 from agent.cni.folder import Busy, Changed
-from agent.cni.installer import Look
-from agent.formats.cni_config import Entry
+from agent.cni.installer import Look, Place
 from agent.model.errors import AgentError, EnvironmentLacks
 
 log = logging.getLogger(__name__)
@@ -114,12 +113,8 @@ class Watcher:
 
     def __init__(
         self,
-        conf_dir: str = installer.CONF_DIR,
-        bin_dir: str = installer.BIN_DIR,
+        place: Place,
         *,
-        entry: Entry,
-        pinned: str | None = None,
-        interpreter: str | None = None,
         repair: bool = True,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -128,8 +123,8 @@ class Watcher:
         on_change: Callable[[State], None] = lambda _: None,
     ) -> None:
         self.state = State()
-        self._dirs = (conf_dir, bin_dir)
-        self._how: dict[str, Any] = {"entry": entry, "pinned": pinned, "interpreter": interpreter}
+        self._place = place
+        self._dirs = (place.conf_dir, place.bin_dir)
         self._repair_on = repair
         self._clock, self._sleep, self._make_watch = clock, sleep, watch
         self._processes, self._on_change = processes, on_change
@@ -162,7 +157,7 @@ class Watcher:
         # Before the look: what happens during it must be an event for the next one.
         self._mind_watch(now)
         try:
-            found = installer.look(*self._dirs, **self._how)
+            found = installer.look(self._place)
             wait = self._act(found, now)
         except AgentError as error:
             self._set(present=False, reason=str(error), warnings=())
@@ -197,7 +192,7 @@ class Watcher:
     def _repair(self, found: Look, now: float) -> float:
         reason = "; ".join(found.differences)
         try:
-            done = installer.install(*self._dirs, **self._how)
+            done = installer.install(self._place)
         except (Busy, Changed) as error:
             self._set(present=False, reason=f"{reason}; {error}")
             return POLL_S
@@ -230,11 +225,11 @@ class Watcher:
         self._strikes += 1
         self._not_before = now + self._backoff()
         if self._strikes == PATIENCE:
-            who = opponent.describe(found.plan.main_type, self._processes(self._dirs[0]))
+            who = opponent.describe(found.plan.main_type, self._processes(self._place.conf_dir))
             self._set(opponent=who)
             log.warning(
                 "cni configuration is changed back again and again; repairs become rarer",
-                extra={"directory": self._dirs[0], "file": found.plan.file, "opponent": who},
+                extra={"directory": self._place.conf_dir, "file": found.plan.file, "opponent": who},
             )
 
     def _backoff(self) -> float:

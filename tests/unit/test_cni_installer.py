@@ -17,10 +17,10 @@ from agent.cli import cni_command
 from agent.cni import binary, installer
 from agent.cni.edits import KEPT_SUFFIX
 from agent.cni.folder import Busy, Folder
+from agent.cni.installer import Place
 from agent.formats.cni_config import TYPE, Entry
 from agent.model.errors import AgentError, EnvironmentLacks, InvalidSettings
 
-ENTRY = Entry()
 CONF = b'{"cniVersion":"0.3.1","name":"n","type":"bridge"}'
 LIST = (
     b'{"cniVersion":"1.0.0","name":"n",\n "plugins":[\n  {"type":"bridge", "mtu":1.50e3}\n ]}\n\n'
@@ -41,14 +41,17 @@ class Node:
         (self.conf / name).write_bytes(data)
         return self.conf / name
 
+    def place(self, **options: Any) -> Place:
+        return Place(**{"conf_dir": str(self.conf), "bin_dir": str(self.bin), **options})
+
     def install(self, **options: Any) -> installer.Report:
-        return installer.install(str(self.conf), str(self.bin), **{"entry": ENTRY, **options})
+        return installer.install(self.place(**options))
 
     def uninstall(self, **options: Any) -> installer.Report:
-        return installer.uninstall(str(self.conf), str(self.bin), **options)
+        return installer.uninstall(self.place(), **options)
 
     def check(self, **options: Any) -> installer.Report:
-        return installer.check(str(self.conf), str(self.bin), **{"entry": ENTRY, **options})
+        return installer.check(self.place(**options))
 
     def tree(self) -> Tree:
         """Return everything that can be seen of both directories but times and inodes."""
@@ -197,7 +200,8 @@ def test_binary_is_replaced_while_it_runs(node: Node) -> None:
     path = node.bin / TYPE
     path.write_bytes(path.read_bytes() + b"# older\n")
     pipe = subprocess.PIPE
-    environment = {"CNI_COMMAND": "ADD"}
+    about = {"CONTAINERID": "c", "NETNS": "/n", "IFNAME": "eth0", "COMMAND": "ADD"}
+    environment = {f"CNI_{name}": value for name, value in about.items()}
     with subprocess.Popen([path], stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as old:
         assert "with other contents" in node.check().differences[0]
         node.install()
@@ -265,7 +269,7 @@ def test_interpreter_that_the_kernel_cannot_start_is_refused(node: Node, path: s
         ({}, "there is no CNI configuration yet"),
         ({"10-x.conflist": b""}, "10-x.conflist is empty"),
         ({"10-x.conflist": LIST[:-9]}, "is not JSON"),
-        ({"10-x.conf": json.dumps({**ENTRY.body(), "name": "n"}).encode()}, "makes the network"),
+        ({"10-x.conf": json.dumps({**Entry().body(), "name": "n"}).encode()}, "makes the network"),
         ({"10-x.conflist": LIST.replace(b"1.0.0", b"0.2.0")}, "cniVersion 0.2.0"),
     ],
 )
@@ -285,10 +289,10 @@ def test_missing_directories_are_named(node: Node, tmp_path: Path) -> None:
     start(node, "a list")
     for conf, bins in ((str(tmp_path / "no"), str(node.bin)), (str(node.conf), "/no/bin")):
         with pytest.raises(EnvironmentLacks, match="No such file or directory"):
-            installer.install(conf, bins, entry=ENTRY)
+            installer.install(Place(conf_dir=conf, bin_dir=bins))
     with pytest.raises(EnvironmentLacks, match="--conf-dir"):
-        installer.check("/no/net.d", str(node.bin), entry=ENTRY)
-    assert installer.uninstall("/no/net.d", "/no/bin").changes == ()
+        node.check(conf_dir="/no/net.d")
+    assert installer.uninstall(Place(conf_dir="/no/net.d", bin_dir="/no/bin")).changes == ()
 
 
 def test_entry_whose_binary_cannot_be_put_back_is_taken_out(node: Node) -> None:
@@ -304,14 +308,14 @@ def test_entry_whose_plugin_directory_is_gone_is_taken_out(node: Node) -> None:
     start(node, "a conf")
     node.install()
     with pytest.raises(EnvironmentLacks, match="the entry was taken out"):
-        installer.install(str(node.conf), "/no/bin", entry=ENTRY)
+        node.install(bin_dir="/no/bin")
     assert not node.names_us()
 
 
 def test_binary_stays_while_an_entry_that_cannot_be_edited_names_it(node: Node) -> None:
     start(node, "a list")
     node.install()
-    delegate = {"type": "multus", "delegates": [{"plugins": [ENTRY.body()]}]}
+    delegate = {"type": "multus", "delegates": [{"plugins": [Entry().body()]}]}
     node.write("00-multus.conf", json.dumps({**delegate, "name": "m"}).encode())
     before = node.tree()
     with pytest.raises(EnvironmentLacks, match=r"00-multus\.conf names intercept-cni"):
@@ -330,7 +334,7 @@ def test_binary_can_stay_for_runtimes_that_remember(node: Node) -> None:
 def test_list_of_ours_alone_goes_at_uninstall(node: Node) -> None:
     start(node, "a list")
     node.install()
-    alone = {"cniVersion": "1.0.0", "name": "m", "plugins": [ENTRY.body()]}
+    alone = {"cniVersion": "1.0.0", "name": "m", "plugins": [Entry().body()]}
     node.write("20-ours.conflist", json.dumps(alone).encode())
     node.uninstall()
     assert sorted(path.name for path in node.conf.iterdir()) == ["10-x.conflist"]
@@ -417,7 +421,7 @@ ON_TMPFS = """
 import os, sys
 from pathlib import Path
 from agent.cni import installer
-from agent.formats.cni_config import Entry
+from agent.cni.installer import Place
 from agent.model.errors import EnvironmentLacks
 conf, bins, full = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
 def tree():
@@ -430,14 +434,14 @@ with open(full / "fill", "wb", buffering=0) as fill:
     except OSError:
         pass
 try:
-    installer.install(str(conf), str(bins), entry=Entry())
+    installer.install(Place(conf_dir=str(conf), bin_dir=str(bins)))
 except EnvironmentLacks as error:
     print(error)
 else:
     sys.exit("it was installed on a full disk")
 assert tree() == before, tree()
 os.unlink(full / "fill")
-installer.install(str(conf), str(bins), entry=Entry())
+installer.install(Place(conf_dir=str(conf), bin_dir=str(bins)))
 """
 
 
@@ -468,15 +472,16 @@ def test_full_disk_changes_nothing(node: Node, name: str, which: str) -> None:
 READ_ONLY = """
 import subprocess, sys
 from agent.cni import installer
-from agent.formats.cni_config import Entry
+from agent.cni.installer import Place
 from agent.model.errors import EnvironmentLacks
 conf, bins = sys.argv[1:3]
+place = Place(conf_dir=conf, bin_dir=bins)
 subprocess.run(["mount", "-o", "remount,ro", conf], check=True)
 try:
-    installer.install(conf, bins, entry=Entry())
+    installer.install(place)
 except EnvironmentLacks as error:
     print(error)
-assert "binary intercept-cni is missing" in installer.check(conf, bins, entry=Entry()).differences
+assert "binary intercept-cni is missing" in installer.check(place).differences
 """
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from agent.cni import opponent
 from agent.cni.folder import Folder
+from agent.cni.installer import Place
 from agent.cni.watcher import (
     HOLD_S,
     MAX_WAIT_S,
@@ -28,7 +29,7 @@ from agent.cni.watcher import (
     State,
     Watcher,
 )
-from agent.formats.cni_config import TYPE, Entry
+from agent.formats.cni_config import TYPE
 
 inotify_simple: Any = importlib.import_module("inotify_simple")  # it has no types
 
@@ -62,19 +63,19 @@ def no_watch(directories: tuple[str, ...]) -> FakeWatch:
 class Bench:
     """A watcher, its directories and its clock."""
 
-    def __init__(self, root: Path, **options: Any) -> None:
+    def __init__(self, root: Path, interpreter: str | None = None, **options: Any) -> None:
         self.conf, self.bin = root / "net.d", root / "bin"
         self.conf.mkdir()
         self.bin.mkdir()
         self.now = 1000.0
         self.file = self.conf / "05-cilium.conflist"
         known = {
-            "entry": Entry(),
             "clock": lambda: self.now,
             "watch": FakeWatch,
             "processes": lambda _: ("cilium-agent[7]",),
         }
-        self.watcher = Watcher(str(self.conf), str(self.bin), **{**known, **options})
+        place = Place(conf_dir=str(self.conf), bin_dir=str(self.bin), interpreter=interpreter)
+        self.watcher = Watcher(place, **{**known, **options})
 
     @property
     def state(self) -> State:
