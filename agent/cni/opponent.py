@@ -71,8 +71,18 @@ def _at_work(base: Path, directory: str, watch: str) -> bool:
     for fd in os.listdir(base / "fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(base / "fd" / fd)
-            if target.startswith(f"{directory}/"):
+            if target.startswith(f"{directory}/") or _is_in(directory, base / "fd" / fd, target):
                 return True
             if target == "anon_inode:inotify" and watch in (base / "fdinfo" / fd).read_text():
                 return True
+    return False
+
+
+def _is_in(directory: str, fd: Path, target: str) -> bool:
+    """Tell whether an open file is one of the directory, also under the path of another container.
+
+    By name first: to look at a file of a network that is down could take for ever.
+    """
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.stat(Path(directory, os.path.basename(target))), os.stat(fd))
     return False

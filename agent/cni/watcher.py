@@ -38,6 +38,7 @@ RETRY_WATCH_S = 60.0
 HOLD_S = 60.0  # a repair that was undone sooner did not hold
 PATIENCE = 3
 MAX_WAIT_S = 300.0
+MAX_RETRY_S = 15.0  # after a repair that could not be done: pods start without capture meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +138,7 @@ class Watcher:
         self._strikes = 0
         self._not_before = 0.0
         self._failure = ""  # of the last repair
+        self._failures = 0  # repairs in a row that could not be done
 
     async def run(self) -> None:
         """Watch until cancelled. What goes wrong on the node ends in `state.reason`, not here."""
@@ -197,14 +199,14 @@ class Watcher:
             self._set(present=False, reason=f"{reason}; {error}")
             return POLL_S
         except AgentError as error:
-            self._strikes += 1
-            self._not_before = now + max(self._backoff(), POLL_S)
+            self._failures += 1
+            self._not_before = now + min(POLL_S * 2.0 ** min(self._failures - 1, 30), MAX_RETRY_S)
             if self._failure != str(error):
                 log.error("cni configuration cannot be repaired", extra={"reason": str(error)})
             self._failure = str(error)
             self._set(present=False, reason=f"{reason}; {error}")
             return self._not_before - now
-        self._repaired_at, self._failure = now, ""
+        self._repaired_at, self._failure, self._failures = now, "", 0
         self._set(
             present=True,
             reason="",
@@ -239,7 +241,7 @@ class Watcher:
 
     def _calm(self, now: float) -> None:
         """Forgive once the entry has held."""
-        self._failure = ""
+        self._failure, self._failures = "", 0
         held = self._repaired_at is None or now - self._repaired_at >= HOLD_S
         if held and self._strikes:
             self._strikes, self._not_before = 0, 0.0

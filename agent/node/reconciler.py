@@ -185,7 +185,8 @@ class Reconciler:
 
         Raises: AgentError with the reason why it could not be looked at.
         """
-        return _shown(await self._job(Pod(wish), "check"))
+        found = await self._job(Pod(wish), "check")
+        return "" if found["in_sync"] else _shown(found)
 
     async def _keep(self, pod: Pod) -> None:
         while True:
@@ -296,12 +297,12 @@ class Reconciler:
 
     async def _ask(self, pod: Pod, job: str, *fds: int) -> Mapping[str, object]:
         wish = pod.wish
-        settings = self.with_guard(wish.settings or {})
+        settings = self._with_guard(wish.settings or {})
         return await self._jobs.job(
             job, *fds, settings=settings, backend=self._backend, name=wish.netns
         )
 
-    def with_guard(self, settings: Mapping[str, object]) -> Mapping[str, object]:
+    def _with_guard(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Return the settings with the node's guard, if it has one and they say none."""
         return settings if self._guard is None else {"guard": self._guard, **settings}
 

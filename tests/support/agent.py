@@ -37,6 +37,7 @@ class Agent:
         self.socket = folder / "agent.sock"
         self.ports = {name: free_port() for name in ("health", "status")}
         self._config = folder / "agent.yaml"
+        self.prefix: tuple[str, ...] = ()  # what starts the command, such as `unshare --mount`
         self.configure(**config)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -50,11 +51,20 @@ class Agent:
         }
         self._config.write_text(yaml.safe_dump(document))
 
-    def start(self) -> None:
-        command = [sys.executable, "-m", "agent.cli.main", "run", "--config", str(self._config)]
+    def start(self, *, ready: bool = True) -> None:
+        """Start it and wait until it answers, and until it is ready unless it cannot be yet."""
+        command = [
+            *self.prefix,
+            sys.executable,
+            "-m",
+            "agent.cli.main",
+            "run",
+            "--config",
+            str(self._config),
+        ]
         self.process = subprocess.Popen(command, cwd=ROOT)
         wait_for(self.socket.exists)
-        wait_for(lambda: self.status()["ready"])
+        wait_for(lambda: self.status()["ready"] or not ready)
 
     def tell(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -69,6 +79,12 @@ class Agent:
         if number == signal.SIGKILL:
             self.socket.unlink()
         return code
+
+    def kill(self) -> None:
+        """End it if it runs; for the end of a test."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
 
     def ask(self, do: str, **request: object) -> Any:
         with AgentClient(self.socket) as client:
@@ -152,6 +168,4 @@ def running(folder: Path, **config: object) -> Iterator[Agent]:
         agent.start()
         yield agent
     finally:
-        if agent.process is not None:
-            agent.process.kill()
-            agent.process.wait()
+        agent.kill()

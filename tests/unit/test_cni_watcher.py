@@ -252,9 +252,12 @@ def test_failure_is_told_and_tried_again_ever_more_rarely(
 ) -> None:
     bench = Bench(tmp_path, interpreter="/bin/false")
     bench.file.write_bytes(BASE)
-    end = bench.now + 600
+    end, waits = bench.now + 600, []
     while bench.now < end:
-        bench.now += bench.tick()
+        waits.append(bench.tick())
+        bench.now += waits[-1]
+    assert waits[:3] == [1, 2, 4]
+    assert max(waits) <= RECHECK_S
     assert not bench.state.present
     assert "no interpreter" in bench.state.reason
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
