@@ -49,14 +49,15 @@ ExecSyncRequest: container_id 1 string, cmd 2 *string, timeout 3 int64
 ExecSyncResponse: stdout 1 bytes, stderr 2 bytes, exit_code 3 int32
 Condition: type 1 string, status 2 bool
 RuntimeStatus: conditions 1 *Condition
-StatusResponse: status 1 RuntimeStatus
+StatusRequest: verbose 1 bool
+StatusResponse: status 1 RuntimeStatus, info 2 map
 Image: repo_tags 2 *string
 ListImagesResponse: images 1 *Image
 """
 
 # method: service, request, response
 METHODS = {
-    "Status": ("Runtime", "Nothing", "StatusResponse"),
+    "Status": ("Runtime", "StatusRequest", "StatusResponse"),
     "RunPodSandbox": ("Runtime", "RunPodSandboxRequest", "RunPodSandboxResponse"),
     "StopPodSandbox": ("Runtime", "SandboxRequest", "Nothing"),
     "RemovePodSandbox": ("Runtime", "SandboxRequest", "Nothing"),

@@ -264,6 +264,24 @@ def test_failure_is_told_and_tried_again_ever_more_rarely(
     assert len(errors) == 1
 
 
+def test_repair_that_can_be_done_again_after_a_long_time_is_not_waited_for_long(
+    tmp_path: Path,
+) -> None:
+    python = tmp_path / "python"
+    python.symlink_to("/bin/false")
+    bench = Bench(tmp_path, interpreter=str(python))
+    bench.file.write_bytes(BASE)
+    end = bench.now + 3600
+    while bench.now < end:
+        bench.now += bench.tick()
+    python.unlink()
+    python.symlink_to(sys.executable)
+    end = bench.now + 30
+    while bench.now < end:
+        bench.now += bench.tick()
+    assert bench.state.present
+
+
 # --- somebody fights -----------------------------------------------------------------------------
 
 
