@@ -97,7 +97,7 @@ def _delete(text: bytes) -> None:
     try:
         _ask(_configuration(text), "DEL", DEL_TIMEOUT_S)
     except Exception as error:
-        print(f"intercept-cni: DEL goes on without the agent: {error}", file=sys.stderr)
+        _warn(f"DEL goes on without the agent: {error}")
 
 
 # --- what the runtime says ------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def main() -> int:
     try:
         _print(data)
     except OSError as error:
-        print(f"intercept-cni: the result cannot be printed: {error.strerror}", file=sys.stderr)
+        _warn(f"the result cannot be printed: {error.strerror}")
         return 1
     return status
 
@@ -339,6 +339,14 @@ def _stdin() -> bytes:
 def _print(data: bytes) -> None:
     while data:
         data = data[os.write(1, data) :]
+
+
+def _warn(sentence: str) -> None:
+    """Not by `print`, which takes stdout where stderr is closed."""
+    try:  # noqa: SIM105 - contextlib is slow to import
+        os.write(2, f"intercept-cni: {sentence}\n".encode(errors="replace"))
+    except OSError:
+        pass
 
 
 def _error(error: Refused) -> bytes:
