@@ -1,18 +1,15 @@
 """Asks the running agent over its socket, for the commands that show what it knows."""
 
 import argparse
-import json
 import socket
-import struct
 from pathlib import Path
 from typing import Any
 
 from agent.cli import output
+from agent.cni import frames
 from agent.model.errors import AgentError, EnvironmentLacks
 from agent.node import config
 
-HEADER = struct.Struct("!IB")  # agent/cni/frames.py
-VERSION = 1
 TIMEOUT_S = 30.0
 
 
@@ -42,6 +39,11 @@ class AgentClient:
         self._socket.settimeout(TIMEOUT_S)
         try:
             self._socket.connect(str(path))
+        except PermissionError as error:
+            self._socket.close()
+            raise EnvironmentLacks(
+                f"the agent's socket {path} is for root only; run this as root"
+            ) from error
         except OSError as error:
             self._socket.close()
             raise EnvironmentLacks(
@@ -52,17 +54,23 @@ class AgentClient:
     def ask(self, do: str, **request: object) -> Any:
         """Return the agent's answer.
 
-        Raises: AgentSays with its refusal, EnvironmentLacks if it ends meanwhile.
+        Raises: AgentSays with its refusal, EnvironmentLacks if it ends or hangs meanwhile or is
+        none.
         """
-        payload = json.dumps({"do": do, **request}).encode()
         try:
-            self._socket.sendall(HEADER.pack(len(payload), VERSION) + payload)
-            size, version = HEADER.unpack(self._exactly(HEADER.size))
-            if version != VERSION:
-                raise EnvironmentLacks(f"the agent behind {self._path} is of another version")
-            reply = json.loads(self._exactly(size))
+            self._socket.sendall(frames.encode({"do": do, **request}))
+            size = frames.size_of(self._exactly(frames.HEADER.size), frames.MAX_REPLY)
+            reply = frames.decode(self._exactly(size))
+        except TimeoutError as error:
+            raise EnvironmentLacks(
+                f"the agent behind {self._path} does not answer within {TIMEOUT_S:.0f} seconds"
+            ) from error
         except OSError as error:
             raise EnvironmentLacks(f"the agent behind {self._path} ended: {error}") from error
+        except frames.BadFrame as error:
+            raise EnvironmentLacks(
+                f"who answers on {self._path} is no agent of this version: {error}"
+            ) from error
         if "error" in reply:
             raise AgentSays(reply["error"]["message"])
         return reply["result"]

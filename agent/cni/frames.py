@@ -1,15 +1,18 @@
 """The frames on the agent's socket: a length, a version, and one JSON document.
 
-The plugin (agent/cni/plugin.py) writes and reads the same frames by itself: it is one file that
-imports nothing of this package.
+For both ends, and so without asyncio: the command line starts faster than that is loaded. The
+plugin (agent/cni/plugin.py) writes and reads the same frames by itself: it is one file that imports
+nothing of this package.
 """
 
 import json
 import struct
-from asyncio import StreamReader, StreamWriter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.model.errors import AgentError
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader, StreamWriter
 
 # Big-endian: the number of bytes behind this header, then the version of the protocol.
 HEADER = struct.Struct("!IB")
@@ -22,23 +25,42 @@ class BadFrame(AgentError):
     """What came is no frame of this protocol, or is too large; the connection is closed."""
 
 
-async def read(reader: StreamReader, limit: int = MAX_REQUEST) -> Any:
-    """Return the next document.
+def encode(document: object) -> bytes:
+    """Return the frame that holds a document."""
+    payload = json.dumps(document).encode()
+    return HEADER.pack(len(payload), VERSION) + payload
 
-    Raises: BadFrame; asyncio.IncompleteReadError if the connection ends.
+
+def size_of(header: bytes, limit: int) -> int:
+    """Return how many bytes follow a header.
+
+    Raises: BadFrame for another version, and for more than `limit` bytes.
     """
-    size, version = HEADER.unpack(await reader.readexactly(HEADER.size))
+    size, version = HEADER.unpack(header)
     if version != VERSION:
         raise BadFrame(f"protocol version {version} is not spoken here; this is version {VERSION}")
     if size > limit:
         raise BadFrame(f"a frame of {size} bytes is larger than {limit}")
+    return int(size)
+
+
+def decode(payload: bytes) -> Any:
+    """Return the document in a frame. Raises: BadFrame."""
     try:
-        return json.loads(await reader.readexactly(size))
+        return json.loads(payload)
     except (ValueError, RecursionError) as error:
         raise BadFrame(f"the frame holds no JSON: {error}") from error
 
 
-async def write(writer: StreamWriter, document: object) -> None:
-    payload = json.dumps(document).encode()
-    writer.write(HEADER.pack(len(payload), VERSION) + payload)
+async def read(reader: "StreamReader", limit: int = MAX_REQUEST, header: bytes = b"") -> Any:
+    """Return the next document; `header` is its header where that has been read already.
+
+    Raises: BadFrame; asyncio.IncompleteReadError if the connection ends.
+    """
+    header = header or await reader.readexactly(HEADER.size)
+    return decode(await reader.readexactly(size_of(header, limit)))
+
+
+async def write(writer: "StreamWriter", document: object) -> None:
+    writer.write(encode(document))
     await writer.drain()

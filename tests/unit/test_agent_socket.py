@@ -6,12 +6,16 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent.cli.agent_client import AgentClient
+from agent.cli.main import main
 from agent.cni import frames
 from agent.cni.server import MAX_CLIENTS, Server
 from agent.kernel import connections
@@ -390,3 +394,60 @@ def test_port_that_is_taken_is_named() -> None:
             await HttpServer({}).start("127.0.0.1", port)
 
     with_http(part)
+
+
+# --- the command line's end of the socket ---------------------------------------------------------
+
+
+def ask_agent(path: Path) -> None:
+    with AgentClient(path) as client:
+        client.ask("pods")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no agent of this version"),
+        (frames.HEADER.pack(4, frames.VERSION) + b"nope", "holds no JSON"),
+        (frames.HEADER.pack(frames.MAX_REPLY + 1, frames.VERSION), "is larger than"),
+        (frames.HEADER.pack(4, frames.VERSION) + b"no", "ended"),
+        (b"", "ended"),
+    ],
+)
+def test_whoever_else_answers_is_named_in_a_sentence(
+    tmp_path: Path, answer: bytes, said: str
+) -> None:
+    path = tmp_path / "agent.sock"
+
+    async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await frames.read(reader)
+        writer.write(answer)
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_unix_server(answering, path)
+        async with server:
+            with pytest.raises(EnvironmentLacks, match=said):
+                await asyncio.to_thread(ask_agent, path)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("command", ["pods", "status", "events"])
+@pytest.mark.parametrize("by", ["--socket", "--config"])
+def test_command_says_plainly_that_no_agent_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, by: str
+) -> None:
+    path, config = tmp_path / "agent.sock", tmp_path / "agent.yaml"
+    config.write_text(f"socket: {path}\n")
+    assert main([command, by, str(path if by == "--socket" else config), "-o", "json"]) == 3
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"error: no agent answers on {path}: No such file or directory")
+
+
+def test_command_line_asks_without_loading_asyncio_or_grpc() -> None:
+    code = "import sys, agent.cli.agent_client\n"
+    code += "print(*{'asyncio', 'grpc', 'ssl'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("\n", "")
