@@ -9,10 +9,11 @@ from typing import Any
 from agent.formats import kube
 from agent.model.decision import Decision, decide
 from agent.model.errors import AgentError
-from agent.model.pod import Namespace, Pod, Policy
+from agent.model.pod import Namespace, Pod
 from agent.node.events import Events
-from agent.node.memory import Memory
-from agent.node.reconciler import Reconciler, Wish
+from agent.node.reconciler import Reconciler
+from agent.node.roster import PLUGIN, Roster, pod_key, wish_for
+from agent.node.source import PodRecord
 from agent.observe.metrics import Metrics
 
 # CNI error codes; those from 100 on are a plugin's own.
@@ -37,20 +38,18 @@ class CniCalls:
 
     def __init__(
         self,
+        roster: Roster,
         reconciler: Reconciler,
         events: Events,
         metrics: Metrics,
         *,
-        policy: Policy,
-        memory: Memory,
         seen: Callable[[], None] = lambda: None,
     ) -> None:
         """`seen` is called whenever a pod has started or ended."""
+        self._roster = roster
         self._reconciler = reconciler
         self._events = events
         self._metrics = metrics
-        self._policy = policy
-        self._memory = memory
         self._seen = seen
 
     async def answer(self, request: Mapping[str, Any]) -> object:
@@ -83,26 +82,24 @@ class CniCalls:
             return Refusal(REFUSED, decision.message)
         if not decision.captured:
             return None
-        wish = self._wish(environment, conf, pod, decision)
-        await self._reconciler.enrol(self._reconciler.want(wish))
-        await asyncio.to_thread(self._memory.keep, wish)
+        kept = self._roster.describe(PLUGIN, self._record(environment, conf, pod))
+        wish = kept.wish
+        await self._reconciler.enrol(kept)
+        await asyncio.to_thread(self._roster.memory.keep, wish)
         self._seen()
         return None
 
-    def _wish(self, environment: Environment, conf: Conf, pod: Pod, decision: Decision) -> Wish:
-        key, sandbox_id = _key(pod, environment), environment.get("CONTAINERID", "")
-        return Wish(
-            key=key,
+    def _record(self, environment: Environment, conf: Conf, pod: Pod) -> PodRecord:
+        sandbox_id = environment.get("CONTAINERID", "")
+        network = self._network_of(_key(pod, environment), sandbox_id)
+        return PodRecord(
             namespace=pod.namespace,
             name=pod.name,
-            uid=pod.uid,
+            uid=_uid(pod, environment),
             sandbox_id=sandbox_id,
             netns=environment.get("NETNS") or None,
-            settings=decision.settings,
-            reason=decision.reason.value,
-            text=decision.text,
-            source="cni",
-            network=self._network_of(key, sandbox_id) or str(conf.get("name", "")),
+            annotations=pod.annotations or {},
+            network=network or str(conf.get("name", "")),
         )
 
     def _network_of(self, key: str, sandbox_id: str) -> str:
@@ -120,22 +117,19 @@ class CniCalls:
         key = _key(kube.cni(environment.get("ARGS", "")), environment)
         known = self._reconciler.pods.get(key)
         if known is None or known.wish.sandbox_id == environment.get("CONTAINERID"):
-            await self._forget(key)
+            await self._roster.forget(key)
         self._seen()
         return None
-
-    async def _forget(self, key: str) -> None:
-        await self._reconciler.forget(key)
-        await asyncio.to_thread(self._memory.drop, key)
 
     async def _check(self, environment: Environment, conf: Conf) -> Refusal | None:
         pod, decision = self._decide(environment, conf)
         if not decision.captured:
             return None
-        said = await self._reconciler.compare(self._wish(environment, conf, pod, decision))
-        if not said:
+        record = self._record(environment, conf, pod)
+        found = await self._reconciler.check(wish_for(PLUGIN, record, self._roster.policy))
+        if found.in_sync:
             return None
-        return Refusal(NOT_IN_SYNC, f"{pod.title} is not captured as it should be: {said}")
+        return Refusal(NOT_IN_SYNC, f"{pod.title} is not captured as it should be: {found.text}")
 
     async def _gc(self, environment: Environment, conf: Conf) -> Refusal | None:
         """Forget the pods of this network that the runtime does not list any more.
@@ -153,7 +147,7 @@ class CniCalls:
             wish = pod.wish
             ours = wish.source == "cni" and wish.network == conf.get("name")
             if ours and wish.sandbox_id not in valid:
-                await self._forget(key)
+                await self._roster.forget(key)
         return None
 
     async def _status(self, environment: Environment, conf: Conf) -> Refusal | None:
@@ -170,21 +164,18 @@ class CniCalls:
             annotations = {}  # null is what containerd makes of a pod that has none
         pod = kube.cni(environment.get("ARGS", ""), annotations)
         is_open = conf.get("failurePolicy") == "open"
-        policy = replace(self._policy, failure_policy="open" if is_open else "closed")
+        policy = replace(self._roster.policy, failure_policy="open" if is_open else "closed")
         return pod, decide(pod, Namespace(name=pod.namespace), policy)
 
 
-def _key(pod: Pod, environment: Environment) -> str:
-    """Return the key of a call's pod; without names of Kubernetes its container is what it is."""
+def _uid(pod: Pod, environment: Environment) -> str:
+    """Return what tells a call's pod from others: its container, where Kubernetes has no name."""
     nameless = not (pod.namespace or pod.name or pod.uid)
-    uid = environment.get("CONTAINERID", "") if nameless else pod.uid
-    return pod_key("cni", pod.namespace, pod.name, uid)
+    return environment.get("CONTAINERID", "") if nameless else pod.uid
 
 
-def pod_key(source: str, namespace: str, name: str, uid: str) -> str:
-    """Return the key of a pod. The plugin and the runtime speak of the same pods."""
-    kind = "static" if source == "static" else "pod"
-    return f"{kind}/{namespace}/{name}/{uid}"
+def _key(pod: Pod, environment: Environment) -> str:
+    return pod_key(PLUGIN, pod.namespace, pod.name, _uid(pod, environment))
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

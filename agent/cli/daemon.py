@@ -12,30 +12,31 @@ import logging
 import math
 import os
 import signal
+import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from agent.cli.cni_calls import CniCalls, pod_key
+from agent.cli.cni_calls import CniCalls
+from agent.cli.doors import Door, Doors
+from agent.cli.parts import WATCHER, Part, Parts, parts_of
 from agent.cli.proxy_metrics import ProxyMetrics
-from agent.cni.installer import BIN_DIR, Place
 from agent.cni.server import Server
 from agent.cni.watcher import State, Watcher
-from agent.formats.cni_config import Entry
 from agent.kernel import capabilities
-from agent.model.decision import decide
-from agent.model.errors import AgentError
-from agent.model.pod import Namespace, Pod, Policy
-from agent.node.config import Config, load
-from agent.node.cri.client import CriClient
-from agent.node.cri.source import CriSource
+from agent.model.errors import AgentError, EnvironmentLacks
+from agent.model.pod import Policy
+from agent.node.config import Config, Listen, load
 from agent.node.events import Events
+from agent.node.explanation import explain
+from agent.node.feed import Feed
 from agent.node.memory import Memory
-from agent.node.reconciler import Reconciler, Wish
-from agent.node.source import Changed, Gone, PodRecord, Snapshot, Source, Update
-from agent.node.static_source import StaticSource
+from agent.node.reconciler import Pod, Reconciler
+from agent.node.roster import Roster
+from agent.node.source import Source, Update
 from agent.node.worker_client import WorkerClient
 from agent.observe.http import Answer, HttpServer
 from agent.observe.metrics import CONTENT_TYPE, Metrics
@@ -43,23 +44,24 @@ from agent.observe.metrics import CONTENT_TYPE, Metrics
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 25.0
+# How long those inside may stay when a door has moved.
+PATIENCE_S = 30.0
 
 
 class Daemon:
-    """One agent with one configuration, which is read again from `path` after SIGHUP."""
+    """One agent. Its configuration is read again from `path` after SIGHUP."""
 
-    def __init__(self, config: Config, events: Events, metrics: Metrics, path: str | None) -> None:
+    def __init__(self, config: Config, path: str | None) -> None:
+        """Raises: InvalidSettings for what only shows when it is used."""
         self._config = config
         self._path = path
-        self._events = events
-        self._metrics = metrics
-        self._ended = asyncio.Event()
-        self._next: Config | None = None
-        self._worker = WorkerClient()
-        self._policy = Policy(
-            exclude_namespaces=config.exclude_namespaces,
-            own_namespace=os.environ.get("POD_NAMESPACE", ""),
-        )
+        self._feed = Feed()
+        self._events = Events(time.time, self._feed.publish)
+        self._metrics = Metrics()
+        self._metrics.cni_present.set(math.nan)  # neither yes nor no before somebody has looked
+        self._ended, self._reload = asyncio.Event(), asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._worker = WorkerClient(config.state_dir)
         self._reconciler = Reconciler(
             self._worker,
             self._events,
@@ -67,38 +69,140 @@ class Daemon:
             mode=config.mode,
             backend=config.backend,
             guard=config.guard,
+            publish=self._feed.publish,
         )
-        self._proxies = ProxyMetrics(self._worker, self._reconciler.pods.values, metrics)
-        self._sources = self._make_sources()
-        self._watcher = self._make_watcher()
-        self._memory = Memory(config.state_dir)
+        self._proxies = ProxyMetrics(self._worker, self._reconciler.pods.values, self._metrics)
+        self._roster = Roster(
+            self._reconciler, Memory(config.state_dir), _policy(config), changed=self._count
+        )
+        self._parts = Parts(self._start)
+        self._first = parts_of(config, self._hear, self._hear_cni)
         self._told: set[str] = set()
-        self._forgetting: set[asyncio.Task[None]] = set()
-        self._addresses: dict[str, str | None] = {"health": None, "status": None}
-
-    def _make_sources(self) -> tuple[Source, ...]:
-        found: list[Source] = []
-        if self._config.static:
-            found.append(StaticSource(self._config.static))
-        if self._config.cri_endpoint != "none":
-            found.append(CriSource(CriClient(self._config.cri_endpoint)))
-        return tuple(found)
-
-    def _make_watcher(self) -> Watcher | None:
-        """Return what keeps the plugin's entry on the node, if the configuration says where."""
-        conf_dir, bin_dir = self._config.cni_conf_dir, self._config.cni_bin_dir
-        self._metrics.cni_present.set(math.nan)  # neither yes nor no before somebody has looked
-        if conf_dir is None:
-            return None
-        return Watcher(
-            Place(
-                conf_dir=str(conf_dir),
-                bin_dir=str(bin_dir or BIN_DIR),
-                entry=Entry(socket=str(self._config.socket)),
-            ),
-            repair=self._config.mode == "repair",
-            on_change=self._hear_cni,
+        self._doors = Doors(
+            {
+                "socket": self._open_socket,
+                "health": partial(self._open_pages, self._health_pages(), {}),
+                "status": partial(self._open_pages, self._status_pages(), self._debug_pages()),
+            }
         )
+
+    # --- what it is made of -----------------------------------------------------------------------
+
+    @property
+    def _sources(self) -> list[Source]:
+        return [found for found in self._parts.subjects() if not isinstance(found, Watcher)]
+
+    @property
+    def _watcher(self) -> Watcher | None:
+        found: Watcher | None = self._parts.subject(WATCHER)
+        return found
+
+    async def _open_socket(self, where: object, leaving: Sequence[Door]) -> Door:
+        calls = CniCalls(
+            self._roster, self._reconciler, self._events, self._metrics, seen=self._poke
+        )
+        handlers = {
+            "cni": calls.answer,
+            "pods": self._pods,
+            "status": self._status,
+            "events": self._list_events,
+            "explain": self._explain,
+        }
+        assert isinstance(where, Path)
+        server = Server(where, handlers)
+        await server.start()
+        return server
+
+    async def _open_pages(
+        self,
+        pages: Mapping[str, Any],
+        local: Mapping[str, Any],
+        where: object,
+        leaving: Sequence[Door],
+    ) -> Door | None:
+        assert isinstance(where, Listen)
+        if not where.port:
+            return None
+        instead = [door for door in leaving if isinstance(door, HttpServer)]
+        server = HttpServer(pages, local)
+        await server.start(where.address, where.port, instead)
+        return server
+
+    # --- its life ---------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT.
+
+        Raises: EnvironmentLacks if the socket or a port cannot be had.
+        """
+        capabilities.drop(capabilities.NUMBERS)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ended.set)
+        loop.add_signal_handler(signal.SIGHUP, self._reload.set)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._worker.close)
+            stack.push_async_callback(self._reconciler.close)
+            await self._roster.remember()
+            stack.push_async_callback(self._doors.close)
+            await self._doors.move(_places(self._config))
+            async with asyncio.TaskGroup() as self._group:
+                await self._parts.have(self._first)
+                self._start(self._reload_when_told())
+                log.info("started", extra={"socket": str(self._config.socket)})
+                await self._ended.wait()
+                for task in self._tasks:
+                    task.cancel()
+        log.info("ended; every capture stays in place")
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _reload_when_told(self) -> None:
+        while True:
+            await self._reload.wait()
+            self._reload.clear()
+            try:
+                config = await asyncio.to_thread(load, self._path)
+                parts = parts_of(config, self._hear, self._hear_cni)
+                leaving = await self._doors.move(_places(config))
+            except AgentError as error:
+                log.error("the new configuration is refused, the old one stays: %s", error)
+                continue
+            before, self._config = self._config, config
+            await self._follow(before, config)
+            await self._use(parts)
+            for door in leaving:
+                self._start(_close(door))
+            log.info("configuration read again", extra={"changed": _changed(before, config)})
+
+    async def _follow(self, before: Config, now: Config) -> None:
+        """Go by another configuration: what did not change is left alone."""
+        if before.state_dir != now.state_dir:
+            await self._roster.use_memory(Memory(now.state_dir))
+            await self._worker.renew(now.state_dir)
+        self._reconciler.configure(mode=now.mode, backend=now.backend, guard=now.guard)
+        if _policy(before) != _policy(now):
+            self._roster.decide_again(_policy(now))
+
+    async def _use(self, parts: Mapping[str, Part]) -> None:
+        ended = await self._parts.have(parts)
+        self._told -= ended  # before those that come after them have a turn
+        if WATCHER in ended:
+            self._metrics.cni_present.set(math.nan)
+        for name in ended - {WATCHER} - parts.keys():
+            self._metrics.connected.remove(name)
+            await self._roster.leave(name)
+
+    # --- what it is told --------------------------------------------------------------------------
+
+    def _hear(self, source: Source, update: Update) -> None:
+        self._metrics.connected.labels(source.name).set(source.connected)
+        self._told.add(source.name)
+        self._roster.hear(source.name, update)
 
     def _hear_cni(self, state: State) -> None:
         self._metrics.cni_present.set(state.present)
@@ -106,131 +210,9 @@ class Daemon:
 
     def _poke(self) -> None:
         for source in self._sources:
-            if isinstance(source, CriSource):
-                source.poke()
-
-    async def run(self) -> Config | None:
-        """Serve until SIGTERM or SIGINT, or until SIGHUP when the configuration is another one.
-
-        Returns that other configuration, or None at the end. Raises: EnvironmentLacks if the socket
-        or a port cannot be had.
-        """
-        capabilities.drop(capabilities.NUMBERS)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._ended.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reload)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(self._worker.close)
-            stack.push_async_callback(self._reconciler.close)
-            for wish in await asyncio.to_thread(self._memory.load):
-                self._reconciler.want(wish)
-            await self._open_doors(stack)
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(source.run(partial(self._hear, source)))
-                    for source in self._sources
-                ]
-                if self._watcher is not None:
-                    running.append(tasks.create_task(self._watcher.run()))
-                log.info("started", extra={"socket": str(self._config.socket)})
-                await self._ended.wait()
-                for task in running:
-                    task.cancel()
-        log.info("started anew" if self._next else "ended; every capture stays in place")
-        return self._next
-
-    def _reload(self) -> None:
-        try:
-            found = load(self._path)
-        except AgentError as error:
-            log.error("the new configuration is refused, the old one stays: %s", error)
-            return
-        if found != self._config:
-            # Nothing is lost by ending: what is captured is adopted without a write.
-            self._next = found
-            self._ended.set()
-
-    async def _open_doors(self, stack: contextlib.AsyncExitStack) -> None:
-        calls = CniCalls(
-            self._reconciler,
-            self._events,
-            self._metrics,
-            policy=self._policy,
-            memory=self._memory,
-            seen=self._poke,
-        )
-        handlers = {
-            "cni": calls.answer,
-            "pods": self._pods,
-            "status": self._status,
-            "events": self._list_events,
-        }
-        server = Server(self._config.socket, handlers)
-        await server.start()
-        stack.push_async_callback(server.close)
-        for name, where, pages, local in (
-            ("health", self._config.health, self._health_pages(), {}),
-            ("status", self._config.status, self._status_pages(), self._debug_pages()),
-        ):
-            if where.port:
-                http = HttpServer(pages, local)
-                port = await http.start(where.address, where.port)
-                self._addresses[name] = f"http://{where.address}:{port}"
-                stack.push_async_callback(http.close)
-
-    # --- what sources say -------------------------------------------------------------------------
-
-    def _hear(self, source: Source, update: Update) -> None:
-        self._metrics.connected.labels(source.name).set(source.connected)
-        self._told.add(source.name)
-        if isinstance(update, Changed):
-            self._want(source.name, update.pod)
-        elif isinstance(update, Gone):
-            self._forget(source.name, pod_key(source.name, *update.key))
-        elif isinstance(update, Snapshot):
-            keep = {pod_key(source.name, *key) for key in update.unknown}
-            for pod in update.pods:
-                keep.add(self._want(source.name, pod))
-            for key, known in list(self._reconciler.pods.items()):
-                # What the plugin told first becomes the runtime's with its first list.
-                if known.wish.source == source.name and key not in keep:
-                    self._forget(source.name, key)
-
-    def _want(self, source: str, pod: PodRecord) -> str:
-        key = pod_key(source, *pod.key)
-        if pod.settings is not None:
-            decision_settings: Mapping[str, object] | None = pod.settings
-            reason, text = "static", "it is named in the configuration"
-        else:
-            decision = decide(_model(pod), Namespace(name=pod.namespace), self._policy)
-            decision_settings = decision.settings if decision.captured else None
-            reason, text = decision.reason.value, decision.text
-        self._reconciler.want(
-            Wish(
-                key=key,
-                namespace=pod.namespace,
-                name=pod.name,
-                uid=pod.uid,
-                sandbox_id=pod.sandbox_id,
-                netns=pod.netns,
-                settings=decision_settings,
-                reason=reason,
-                text=text,
-                source=source,
-            )
-        )
-        self._count()
-        return key
-
-    def _forget(self, source: str, key: str) -> None:
-        known = self._reconciler.pods.get(key)
-        if known is not None and known.wish.source == source:
-            self._memory.drop(key)
-            task = asyncio.create_task(self._reconciler.forget(key))
-            self._forgetting.add(task)  # the event loop alone would not keep it
-            task.add_done_callback(self._forgetting.discard)
-            task.add_done_callback(lambda _: self._count())
+            poke = getattr(source, "poke", None)
+            if poke is not None:
+                poke()
 
     def _count(self) -> None:
         counts = Counter((p.state, p.backend or "none") for p in self._reconciler.pods.values())
@@ -245,6 +227,8 @@ class Daemon:
 
     def _pending(self) -> list[str]:
         """Return why the agent is not ready, one sentence each."""
+        if not self._parts.started:
+            return ["agent: it is starting"]
         pending = [
             f"{source.name}: {source.detail}"
             for source in self._sources
@@ -254,9 +238,26 @@ class Daemon:
             pending.append(f"cni: {self._watcher.state.reason}")
         return pending
 
-    async def _pods(self, _: Mapping[str, Any]) -> object:
+    def _rows(self) -> list[dict[str, object]]:
+        """Return the pods by namespace and name."""
         rows = [pod.row() for pod in self._reconciler.pods.values()]
         return sorted(rows, key=lambda row: (str(row["namespace"]), str(row["name"])))
+
+    async def _pods(self, _: Mapping[str, Any]) -> object:
+        return self._rows()
+
+    async def _explain(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return await explain(self._find(request), self._roster, self._reconciler, self._config)
+
+    def _find(self, request: Mapping[str, Any]) -> Pod:
+        """Return the pod of a name; of several the one that came last, or that of a uid."""
+        namespace, name, uid = (str(request.get(key) or "") for key in ("namespace", "name", "uid"))
+        for pod in reversed(self._reconciler.pods.values()):
+            wish = pod.wish
+            if (wish.namespace, wish.name) == (namespace, name) and uid in ("", wish.uid):
+                return pod
+        title = "/".join(filter(None, (namespace, name, uid)))
+        raise EnvironmentLacks(f"the agent knows no pod {title} on this node")
 
     async def _status(self, _: Mapping[str, Any]) -> object:
         states = Counter(pod.state for pod in self._reconciler.pods.values())
@@ -273,8 +274,12 @@ class Daemon:
             "mode": self._config.mode,
             "backend": self._config.backend,
             "worker_pid": self._worker.pid,
-            **self._addresses,
+            **{name: self._url(name) for name in ("health", "status")},
         }
+
+    def _url(self, name: str) -> str | None:
+        door = self._doors.door(name)
+        return door.url if isinstance(door, HttpServer) else None
 
     async def _list_events(self, request: Mapping[str, Any]) -> object:
         since = int(request.get("since", 0))
@@ -322,12 +327,22 @@ class Daemon:
         return {"/debug/pods": pods, "/debug/events": events, "/debug/config": config}
 
 
-def _model(pod: PodRecord) -> Pod:
-    return Pod(
-        namespace=pod.namespace,
-        name=pod.name,
-        uid=pod.uid,
-        labels=pod.labels,
-        annotations=pod.annotations,
-        host_network=pod.host_network,
+def _policy(config: Config) -> Policy:
+    return Policy(
+        exclude_namespaces=config.exclude_namespaces,
+        own_namespace=os.environ.get("POD_NAMESPACE", ""),
     )
+
+
+def _places(config: Config) -> dict[str, object]:
+    return {"socket": config.socket, "health": config.health, "status": config.status}
+
+
+def _changed(before: Config, now: Config) -> str:
+    names = [one.name for one in fields(Config)]
+    found = [name for name in names if getattr(before, name) != getattr(now, name)]
+    return ", ".join(found) or "nothing"
+
+
+async def _close(door: Door) -> None:
+    await door.close(PATIENCE_S)

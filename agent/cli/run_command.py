@@ -5,7 +5,6 @@ import asyncio
 import logging
 import os
 import sys
-import time
 
 from agent.model.errors import EnvironmentLacks
 from agent.node import config
@@ -42,13 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
     # Read when grpc is loaded: it has nothing to say on stderr, and only the worker is forked.
     os.environ.update(GRPC_VERBOSITY="NONE", GRPC_ENABLE_FORK_SUPPORT="0")
     from agent.cli.daemon import Daemon
-    from agent.node.events import Events
-    from agent.observe.metrics import Metrics
 
-    os.environ["INTERCEPT_STATE_DIR"] = str(found.state_dir)
-    events, metrics = Events(time.time), Metrics()
-    while True:
-        wish = asyncio.run(Daemon(found, events, metrics, arguments.config).run())
-        if wish is None:
-            return 0
-        found = wish
+    asyncio.run(Daemon(found, arguments.config).run())
+    return 0

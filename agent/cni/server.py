@@ -47,11 +47,12 @@ class Server:
         serve = self._clients.serve
         self._server = await asyncio.start_unix_server(serve, sock=sock, backlog=BACKLOG)
 
-    async def close(self) -> None:
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Let nobody in any more, and end every connection after at most `patience_s`."""
         if self._server is not None:
-            await self._clients.close(self._server)
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
+            await self._clients.close(self._server, patience_s)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if _peer_uid(writer) == 0:

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import itertools
+import os
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -64,8 +67,11 @@ class Connections:
         task.cancel()
         return True
 
-    async def close(self, server: asyncio.Server) -> None:
-        """End the server and every connection, and wait until they have ended.
+    async def _serve_late(self, client: socket.socket) -> None:
+        await self.serve(*await asyncio.open_connection(sock=client))
+
+    async def close(self, server: asyncio.Server, patience_s: float = 0.0) -> None:
+        """End the server, and every connection that has not ended by itself within `patience_s`.
 
         Accepting stops first: a server that closes while a connection is half accepted leaves that
         one's socket open (Python 3.11, Server._attach).
@@ -74,7 +80,12 @@ class Connections:
         for sock in server.sockets:
             loop.remove_reader(sock.fileno())
         await asyncio.sleep(ACCEPTING_S)
+        late = [_queued(sock.fileno()) for sock in server.sockets] if patience_s else []
         server.close()
+        for client in itertools.chain(*late):
+            self._tasks.add(asyncio.create_task(self._serve_late(client)))
+        if patience_s and self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -88,3 +99,14 @@ async def _hang_up(writer: asyncio.StreamWriter) -> None:
         await asyncio.wait_for(writer.wait_closed(), HANG_UP_S)
     except BROKEN:
         writer.transport.abort()
+
+
+def _queued(fd: int) -> list[socket.socket]:
+    """Accept whoever has connected to a listening socket by now; closing it would cut them off."""
+    found = []
+    with socket.socket(fileno=os.dup(fd)) as listening, contextlib.suppress(OSError):
+        while True:
+            client, _ = listening.accept()  # it does not wait: the socket is asyncio's
+            client.setblocking(False)
+            found.append(client)
+    return found

@@ -202,6 +202,16 @@ def raw_settings(pod: Pod, defaults: Mapping[str, object] | None = None) -> dict
     return values
 
 
+def origins(pod: Pod, defaults: Mapping[str, object] | None = None) -> dict[str, str]:
+    """Return in words what decided each of the raw settings; of those left out, nothing did."""
+    found = dict.fromkeys(DEFAULTS, "Istio's default for a sidecar")
+    found |= dict.fromkeys(defaults or {}, "the agent's configuration")
+    said: dict[str, list[str]] = {}
+    for one in given(pod):
+        said.setdefault(one.key, []).append(one.source)
+    return found | {key: " and ".join(sources) for key, sources in said.items()}
+
+
 def _items(value: object) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [str(item) for item in value]

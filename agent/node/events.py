@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from agent.node.feed import Change
+
 KEPT = 1000
 
 
@@ -20,10 +22,13 @@ class Event:
 
 
 class Events:
-    """The last events; for one event loop."""
+    """The last events, each handed to `publish` as well; for one event loop."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], publish: Callable[[Change], None] = lambda _: None
+    ) -> None:
         self._clock = clock
+        self._publish = publish
         self._kept: deque[Event] = deque(maxlen=KEPT)
         self._number = 0
         self._added = asyncio.Event()
@@ -33,6 +38,7 @@ class Events:
         self._number += 1
         event = Event(number=self._number, time=self._clock(), kind=kind, pod=pod, message=message)
         self._kept.append(event)
+        self._publish(Change("event", asdict(event)))
         self._added.set()
         self._added = asyncio.Event()
         return event

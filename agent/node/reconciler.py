@@ -12,11 +12,13 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from agent.model.errors import AgentError
 from agent.node.events import Events
+from agent.node.feed import Change
+from agent.node.findings import Findings
 from agent.node.worker_client import WorkerGone
 
 FIRST_PAUSE_S = 1.0
@@ -30,7 +32,6 @@ JITTER = 0.2
 SETTLE_S = 0.05
 LONGEST_SETTLE_S = 10.0
 CALM_S = 16.0  # a capture that was found whole after such a pause has held
-SHOWN_DIFFERENCES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,7 @@ class Pod:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
+    published: Mapping[str, object] | None = None  # its last row
 
     def row(self) -> dict[str, object]:
         """Return the pod as the contract's JSON has it."""
@@ -125,8 +127,10 @@ class Reconciler:
         mode: str,
         backend: str,
         guard: str | None = None,
+        publish: Callable[[Change], None] = lambda _: None,
         spread: Callable[[float], float] = lambda s: s * random.uniform(1 - JITTER, 1 + JITTER),
     ) -> None:
+        """`publish` is told of every pod that changes, and of every pod that is forgotten."""
         self.pods: dict[str, Pod] = {}
         self._jobs = jobs
         self._events = events
@@ -134,7 +138,21 @@ class Reconciler:
         self._mode = mode
         self._backend = backend
         self._guard = guard
+        self._publish = publish
         self._spread = spread
+
+    def configure(self, *, mode: str, backend: str, guard: str | None) -> None:
+        """Go by these words from now on; if they are others, all pods are looked at again."""
+        before, now = (self._mode, self._backend, self._guard), (mode, backend, guard)
+        if now == before:
+            return
+        self._mode, self._backend, self._guard = now
+        for pod in self.pods.values():
+            if now[1:] != before[1:] and pod.state != "drifted":
+                pod.enrolled = False  # what differs because of another backend or guard is no drift
+            pod.wish = replace(pod.wish)  # so that a look under way counts for nothing
+            pod.pause_s, pod.failures = FIRST_PAUSE_S, 0
+            pod.wake.set()
 
     def want(self, wish: Wish) -> Pod:
         """Say what a pod should be; the same wish again changes nothing."""
@@ -146,13 +164,16 @@ class Reconciler:
             pod.enrolled = pod.enrolled and wish.sandbox_id == pod.wish.sandbox_id
             pod.wish, pod.pause_s, pod.failures = wish, FIRST_PAUSE_S, 0
             pod.wake.set()
+        self._tell(pod)
         return pod
 
     async def forget(self, key: str) -> None:
         """Stop keeping a pod that is gone. Its namespace is left as it is."""
         pod = self.pods.get(key)
-        if pod is not None and pod.enrolled:
-            self._meter.removed("done", "pod-gone")
+        if pod is not None:
+            self._publish(Change("gone", pod.row()))
+            if pod.enrolled:
+                self._meter.removed("done", "pod-gone")
         await self._stop(key)
 
     async def close(self) -> None:
@@ -179,20 +200,28 @@ class Reconciler:
             except AgentError as error:
                 self._failed(pod, error)
                 raise
+            finally:
+                self._tell(pod)
 
-    async def compare(self, wish: Wish) -> str:
-        """Return in words how a namespace differs from a wish, or nothing. No pod need be known.
+    async def check(self, wish: Wish) -> Findings:
+        """Compare a namespace with a wish, whether or not a pod is kept by that wish.
 
         Raises: AgentError with the reason why it could not be looked at.
         """
-        found = await self._job(Pod(wish), "check")
-        return "" if found["in_sync"] else _shown(found)
+        return Findings.of(await self._job(Pod(wish, enrolled=True), wish, "check"))
+
+    def _tell(self, pod: Pod) -> None:
+        row = pod.row()
+        if row != pod.published and self.pods.get(pod.wish.key) is pod:
+            pod.published = row
+            self._publish(Change("pod", row))
 
     async def _keep(self, pod: Pod) -> None:
         while True:
             pod.wake.clear()
             async with pod.busy:
                 pause_s = await self._once(pod)
+            self._tell(pod)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(pod.wake.wait(), self._spread(pause_s))
                 await asyncio.sleep(pod.settle_s)
@@ -215,40 +244,44 @@ class Reconciler:
         return pod.pause_s
 
     async def _look(self, pod: Pod) -> None:
-        if pod.watch is None or pod.watched != pod.wish.sandbox_id:
+        wish = pod.wish
+        if pod.watch is None or pod.watched != wish.sandbox_id:
             await self._watch(pod)
         asked_s = time.monotonic()
-        found = await self._job(pod, "check")
-        pod.backend = str(found["backend"])
-        if found["in_sync"]:
+        found = Findings.of(await self._job(pod, wish, "check"))
+        if wish is not pod.wish:
+            return  # what was found is about a wish that is none any more; the next look is due
+        pod.backend = found.backend
+        if found.in_sync:
             pod.state, pod.detail, pod.enrolled = "in-sync", "", True
             pod.whole_s, pod.told_s = asked_s, None
             return
-        shown, drifted = _shown(found), pod.enrolled
+        drifted = pod.enrolled
         if self._mode != "repair":
-            self._drifted(pod, shown, "found")
+            self._drifted(pod, found.text, "found")
             return
         pod.state = "repairing"
+        self._tell(pod)
         told, since_s = pod.told_s is not None, pod.told_s or pod.whole_s
         await self._apply(pod)
         if drifted:
             pod.settle_s = min(pod.settle_s * 2, LONGEST_SETTLE_S)
-            gap = "the guard kept the pod closed" if found["guarded"] else _gap(since_s, told)
-            self._drifted(pod, f"{shown} ({gap})", "repaired")
+            gap = "the guard kept the pod closed" if found.guarded else _gap(since_s, told)
+            self._drifted(pod, f"{found.text} ({gap})", "repaired")
 
     async def _watch(self, pod: Pod) -> None:
         """Be woken by what changes in the namespace from now on."""
         _unwatch(pod)
-        sandbox = pod.wish.sandbox_id
+        wish = pod.wish
         ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            await self._job(pod, "watch", theirs)
+            await self._job(pod, wish, "watch", theirs)
         except BaseException:
             os.close(ours)
             raise
         finally:
             os.close(theirs)
-        pod.watch, pod.watched = ours, sandbox
+        pod.watch, pod.watched = ours, wish.sandbox_id
         asyncio.get_running_loop().add_reader(ours, _changed, pod)
 
     def _drifted(self, pod: Pod, shown: str, result: str) -> None:
@@ -262,7 +295,10 @@ class Reconciler:
             self._events.add(f"drift-{result}", pod.wish.label, shown)
 
     async def _apply(self, pod: Pod) -> None:
-        done = await self._job(pod, "apply")
+        wish = pod.wish
+        if wish.settings is None:
+            return  # said meanwhile: what is there stays
+        done = await self._job(pod, wish, "apply")
         pod.backend = str(done["backend"])
         pod.state, pod.detail, pod.failures = "in-sync", "", 0
         pod.pause_s, pod.whole_s, pod.told_s = FIRST_PAUSE_S, time.monotonic(), None
@@ -270,12 +306,13 @@ class Reconciler:
             self._meter.applied(float(str(done["duration_ms"])) / 1000)
         if not pod.enrolled:
             pod.enrolled = True
-            self._meter.enrolled("done", pod.wish.reason)
-            how = f"captured by {pod.backend}: {pod.wish.text}"
-            self._events.add("captured", pod.wish.label, how)
+            self._meter.enrolled("done", wish.reason)
+            how = f"captured by {pod.backend}: {wish.text}"
+            self._events.add("captured", wish.label, how)
 
-    async def _job(self, pod: Pod, job: str, *pipe: int) -> Mapping[str, object]:
-        path, started = pod.wish.netns, time.monotonic()
+    async def _job(self, pod: Pod, wish: Wish, job: str, *pipe: int) -> Mapping[str, object]:
+        """Have a job done by a wish, which the pod may have had before it got another."""
+        path, started = wish.netns, time.monotonic()
         if path is None:
             raise AgentError("its network namespace is not known yet")
         try:
@@ -287,22 +324,21 @@ class Reconciler:
             ) from error
         try:
             try:
-                return await self._ask(pod, job, fd, *pipe)
+                return await self._ask(wish, job, fd, *pipe)
             except WorkerGone:  # once more: it is started again, and jobs may be repeated
-                return await self._ask(pod, job, fd, *pipe)
+                return await self._ask(wish, job, fd, *pipe)
         finally:
             os.close(fd)
             if not pod.enrolled:
                 self._meter.phase(job, time.monotonic() - started)
 
-    async def _ask(self, pod: Pod, job: str, *fds: int) -> Mapping[str, object]:
-        wish = pod.wish
-        settings = self._with_guard(wish.settings or {})
+    async def _ask(self, wish: Wish, job: str, *fds: int) -> Mapping[str, object]:
+        settings = self.with_guard(wish.settings or {})
         return await self._jobs.job(
             job, *fds, settings=settings, backend=self._backend, name=wish.netns
         )
 
-    def _with_guard(self, settings: Mapping[str, object]) -> Mapping[str, object]:
+    def with_guard(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Return the settings with the node's guard, if it has one and they say none."""
         return settings if self._guard is None else {"guard": self._guard, **settings}
 
@@ -336,14 +372,3 @@ def _unwatch(pod: Pod) -> None:
         asyncio.get_running_loop().remove_reader(pod.watch)
         os.close(pod.watch)
         pod.watch = None
-
-
-def _shown(found: Mapping[str, object]) -> str:
-    """Return the first differences of a check."""
-    lines = [str(x) for key in ("foreign", "differences") for x in _list(found[key])]
-    more = len(lines) - SHOWN_DIFFERENCES
-    return "; ".join(lines[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _list(value: object) -> list[object]:
-    return list(value) if isinstance(value, (list, tuple)) else []

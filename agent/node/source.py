@@ -27,7 +27,8 @@ class PodRecord:
     `sandbox_id` names the network namespace for good: another one means another namespace, even
     at the same path. `netns` is a path in the node's mount namespace, or None where there is none
     (host network) or none is known yet. A pod that is not `ready` still has its namespace.
-    `settings` is set only by sources that configure the capture themselves.
+    `settings` is set only by sources that configure the capture themselves, `network` (the name of
+    a CNI network) only by the plugin.
     """
 
     namespace: str
@@ -41,6 +42,7 @@ class PodRecord:
     ips: tuple[Address, ...] = ()
     ready: bool = True
     settings: Mapping[str, object] | None = None
+    network: str = ""
 
     @property
     def key(self) -> PodKey:

@@ -42,7 +42,9 @@ class JobFailed(AgentError):
 class WorkerClient:
     """One worker process and the jobs that it has been given. For one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, state_dir: Path | None = None) -> None:
+        """`state_dir` is where the worker keeps its records of captures; None: the usual place."""
+        self._state_dir = state_dir
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._process: Process | None = None
@@ -98,6 +100,20 @@ class WorkerClient:
         result: Mapping[str, Any] = reply["result"]
         return result
 
+    async def renew(self, state_dir: Path) -> None:
+        """Have further jobs done by a new worker that keeps its records elsewhere.
+
+        The jobs under way are waited for, by new ones, too; what was watched ends.
+        """
+        self._state_dir = state_dir
+        async with self._sending:
+            under_way = [future for future in self._waiting.values() if not future.done()]
+            if under_way:
+                await asyncio.wait(under_way, timeout=DEADLINE_S)
+            if self._process is not None:
+                self._kill()
+                self.restarts -= 1  # nothing went wrong
+
     async def close(self) -> None:
         """End the worker; captures stay as they are."""
         process = self._process
@@ -123,13 +139,19 @@ class WorkerClient:
                 *(sys.executable, "-P", "-m", "agent.node.worker", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                # One arena: with one a thread the C library keeps what each thread once used.
-                env={**os.environ, "PYTHONPATH": PACKAGE_ROOT, "MALLOC_ARENA_MAX": "1"},
+                env=self._environment(),
             )
         self._socket = ours
         self.restarts += 1
         reader, writer = await asyncio.open_connection(sock=ours.dup())
         self._reader = asyncio.create_task(self._read(reader, writer, self._process))
+
+    def _environment(self) -> dict[str, str]:
+        # One arena: with one a thread the C library keeps what each thread once used.
+        found = {**os.environ, "PYTHONPATH": PACKAGE_ROOT, "MALLOC_ARENA_MAX": "1"}
+        if self._state_dir is not None:
+            found["INTERCEPT_STATE_DIR"] = str(self._state_dir)
+        return found
 
     async def _read(
         self,

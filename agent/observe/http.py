@@ -9,7 +9,8 @@ import contextlib
 import ipaddress
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,24 +62,40 @@ class HttpServer:
         self._clients = Connections(self._talk, MAX_CLIENTS)
         self._server: asyncio.Server | None = None
 
-    async def start(self, address: str, port: int) -> int:
+    async def start(self, address: str, port: int, instead: Iterable["HttpServer"] = ()) -> int:
         """Listen and return the port. Port 0 takes any free one.
+
+        `instead` are servers that are closed after this one was started: it may have their ports.
 
         Raises: EnvironmentLacks, naming address and port, if it cannot be had.
         """
+        leaving = [sock for other in instead if other._server for sock in other._server.sockets]
         try:
-            serve = self._clients.serve
-            self._server = await asyncio.start_server(serve, address, port, backlog=BACKLOG)
+            serve, shared = self._clients.serve, bool(leaving)
+            with _shared(leaving):
+                self._server = await asyncio.start_server(
+                    serve, address, port, backlog=BACKLOG, reuse_port=shared
+                )
         except OSError as error:
             raise EnvironmentLacks(
                 f"cannot listen on {address}:{port}: {error.strerror}; `ss -ltnp` shows who does; "
                 "choose another port in the configuration, or 0 for none"
             ) from error
+        _share(self._server.sockets, on=False)
         return int(self._server.sockets[0].getsockname()[1])
 
-    async def close(self) -> None:
+    @property
+    def url(self) -> str | None:
+        """Where it listens; None if it does not."""
+        if self._server is None or not self._server.sockets:
+            return None
+        address, port = self._server.sockets[0].getsockname()[:2]
+        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Let nobody in any more, and end every connection after at most `patience_s`."""
         if self._server is not None:
-            await self._clients.close(self._server)
+            await self._clients.close(self._server, patience_s)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST_BYTES)
@@ -135,6 +152,24 @@ def _wire(protocol: h11.Connection, answer: Answer, *, with_body: bool) -> Itera
     for part in answer.more or ():
         yield protocol.send(h11.Data(data=part))
     yield protocol.send(h11.EndOfMessage())
+
+
+@contextlib.contextmanager
+def _shared(sockets: Sequence[socket.socket]) -> Iterator[None]:
+    """Let sockets of this process be bound to the ports of these, for as long as the block takes.
+
+    Others get in on the way only if they are of the same user and ask to share, which few do.
+    """
+    _share(sockets, on=True)
+    try:
+        yield
+    finally:
+        _share(sockets, on=False)
+
+
+def _share(sockets: Iterable[socket.socket], *, on: bool) -> None:
+    for sock in sockets:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, on)
 
 
 async def _request(protocol: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:

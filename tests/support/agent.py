@@ -49,7 +49,10 @@ class Agent:
             "cri": {"endpoint": "none"},
             **config,
         }
-        self._config.write_text(yaml.safe_dump(document))
+        # At once, since the agent may be about to read it.
+        written = self._config.with_suffix(".new")
+        written.write_text(yaml.safe_dump(document))
+        written.replace(self._config)
 
     def start(self, *, ready: bool = True) -> None:
         """Start it and wait until it answers, and until it is ready unless it cannot be yet."""

@@ -166,6 +166,29 @@ def test_second_agent_is_refused_and_a_dead_ones_socket_replaced(tmp_path: Path)
     with_server(path, part)
 
 
+@needs_root
+def test_server_that_moves_away_answers_those_who_had_connected(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+
+    async def run() -> None:
+        server = Server(path, {"echo": echo})
+        await server.start()
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)]
+            for number, client in enumerate(clients):  # the server has no turn meanwhile
+                client.connect(str(path))
+                client.sendall(frames.encode({"do": "echo", "said": number}))
+            closing = asyncio.create_task(server.close(10))
+            for number, client in enumerate(clients):
+                reader, writer = await asyncio.open_unix_connection(sock=client)
+                assert await frames.read(reader) == {"result": number}
+                writer.close()
+            await closing
+        assert not path.exists()
+
+    asyncio.run(run())
+
+
 LARGE = bytes(30_000_000)
 
 

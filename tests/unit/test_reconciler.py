@@ -35,6 +35,10 @@ class FakeJobs:
         self.done: list[str] = []
         self.pipe, self.watches = -1, 0
         self.faults: list[JobFailed | WorkerGone] = []
+        self.backends: list[object] = []
+        self.only: str | None = None  # the backend by which it is captured; None: by any
+        self.go_on = asyncio.Event()
+        self.go_on.set()
 
     async def job(
         self, job: str, netns_fd: int, *pipe: int, deadline_s: float = 1.0, **request: object
@@ -44,12 +48,15 @@ class FakeJobs:
             self.pipe = os.dup(pipe[0])
             self.watches += 1
             return {}
+        await self.go_on.wait()
         self.done.append(job)
+        self.backends.append(request["backend"])
         if self.faults:
             raise self.faults.pop(0)
         if job == "check":
-            lines = [] if self.captured else ["+ nat: -A OUTPUT -j ISTIO_OUTPUT"]
-            found = {"backend": "nftables", "in_sync": self.captured}
+            in_sync = self.captured and self.only in (None, request["backend"])
+            lines = [] if in_sync else ["+ nat: -A OUTPUT -j ISTIO_OUTPUT"]
+            found = {"backend": "nftables", "in_sync": in_sync}
             found["guarded"] = self.guarded
             return {**found, "differences": lines, "foreign": [], "warnings": []}
         changed, self.captured = not self.captured, True
@@ -85,8 +92,15 @@ class Scene:
     def __init__(self, jobs: FakeJobs, mode: str) -> None:
         self.jobs, self.meter = jobs, FakeMeter()
         self.events = Events(lambda: 0.0)
+        self.told: list[tuple[str, object]] = []
         self.reconciler = Reconciler(
-            jobs, self.events, self.meter, mode=mode, backend="auto", spread=lambda _: self.pause_s
+            jobs,
+            self.events,
+            self.meter,
+            mode=mode,
+            backend="auto",
+            publish=lambda change: self.told.append((change.kind, change.what["state"])),
+            spread=lambda _: self.pause_s,
         )
 
     def kinds(self) -> list[str]:
@@ -287,3 +301,72 @@ def test_repair_says_for_how_long_the_pod_was_open(guarded: bool, told: bool, sa
 
     (event,) = play(part, captured=True).events.since(0)
     assert re.search(said, str(event["message"]))
+
+
+def test_pod_that_is_let_go_while_it_is_looked_at_is_not_written_to() -> None:
+    async def part(scene: Scene) -> None:
+        scene.jobs.go_on.clear()
+        pod = scene.reconciler.want(WISH)
+        await asyncio.sleep(0.01)  # the first look is under way
+        scene.reconciler.want(replace(WISH, settings=None, reason="excluded-namespace"))
+        scene.jobs.go_on.set()
+        await scene.until(lambda: pod.state == "ignored")
+        await scene.reconciler.enrol(pod)
+
+    scene = play(part)
+    assert "apply" not in scene.jobs.done
+    assert scene.kinds() == []
+
+
+def test_look_that_was_under_way_when_the_words_changed_counts_for_nothing() -> None:
+    async def part(scene: Scene) -> None:
+        scene.jobs.only = "iptables-nft"
+        scene.jobs.go_on.clear()
+        pod = scene.reconciler.want(WISH)
+        await asyncio.sleep(0.01)  # the first look is under way
+        scene.reconciler.configure(mode="repair", backend="iptables-nft", guard=None)
+        scene.jobs.go_on.set()
+        await scene.until(lambda: pod.state == "in-sync")
+
+    assert "apply" not in play(part, captured=True).jobs.done
+
+
+def test_other_words_are_gone_by_at_once_and_what_differs_then_is_no_drift() -> None:
+    async def part(scene: Scene) -> None:
+        scene.pause_s = 60.0  # nothing but being told wakes it
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        scene.jobs.captured = False
+        scene.reconciler.configure(mode="repair", backend="iptables-nft", guard="off")
+        await scene.until(lambda: scene.jobs.captured)
+        assert scene.jobs.backends[-1] == "iptables-nft"
+        looks = len(scene.jobs.done)
+        scene.reconciler.configure(mode="repair", backend="iptables-nft", guard="off")
+        await asyncio.sleep(0.1)
+        assert len(scene.jobs.done) == looks
+
+    assert play(part, captured=True).kinds() == ["captured"]
+
+
+def test_every_change_of_a_pod_is_published_once() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        scene.jobs.captured = False
+        await scene.until(lambda: "drift-repaired" in scene.kinds())
+        await scene.until(lambda: pod.state == "in-sync")
+        looks = len(scene.jobs.done)
+        await scene.until(lambda: len(scene.jobs.done) > looks + 3)
+        await scene.reconciler.forget(WISH.key)
+
+    states = [state for kind, state in play(part, captured=True).told if kind == "pod"]
+    assert states == ["repairing", "in-sync", "repairing", "in-sync"]
+
+
+def test_check_compares_with_any_wish_and_keeps_none() -> None:
+    async def part(scene: Scene) -> None:
+        found = await scene.reconciler.check(WISH)
+        assert (found.in_sync, found.text) == (False, "+ nat: -A OUTPUT -j ISTIO_OUTPUT")
+        assert scene.reconciler.pods == {}
+
+    assert play(part).jobs.done == ["check"]
