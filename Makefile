@@ -96,11 +96,13 @@ lock: | system ## choose the newest versions anew and write both lock files
 		--no-annotate -c requirements.lock - -o requirements-build.lock
 
 # In an environment of its own: the generator needs setuptools, which no lock may have.
-proto: | system ## write the messages of the runtime's interface anew from api.proto
+PROTOS := agent/node/cri/api agent/api/agent
+
+proto: | system ## write the messages of both gRPC interfaces anew from their .proto files
 	tools=$$(mktemp -d) && trap 'rm -rf "$$tools"' EXIT && \
 	$(PYTHON) -m venv "$$tools" && \
 	"$$tools/bin/python" -m pip install --quiet 'grpcio-tools==1.85.1' && \
 	"$$tools/bin/python" -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
-		agent/node/cri/api.proto && \
+		$(PROTOS:=.proto) && \
 	sed -i '1i # ruff: noqa\n# fmt: off\n# mypy: ignore-errors' \
-		agent/node/cri/api_pb2.py agent/node/cri/api_pb2.pyi
+		$(PROTOS:=_pb2.py) $(PROTOS:=_pb2.pyi)

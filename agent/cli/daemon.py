@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agent.api.door import GrpcDoor
+from agent.api.known import Known
 from agent.cli.cni_calls import CniCalls
 from agent.cli.doors import Door, Doors
 from agent.cli.parts import WATCHER, Part, Parts, parts_of
@@ -78,6 +80,14 @@ class Daemon:
         self._parts = Parts(self._start)
         self._first = parts_of(config, self._hear, self._hear_cni)
         self._told: set[str] = set()
+        known = Known(
+            pods=self._rows,
+            pod=self._pod,
+            events=self._events.since,
+            watch=self._feed.watch,
+            explain=self._explain,
+        )
+        self._grpc = GrpcDoor(known, lambda: not self._pending(), config.socket.parent)
         self._doors = Doors(
             {
                 "socket": self._open_socket,
@@ -109,7 +119,7 @@ class Daemon:
             "explain": self._explain,
         }
         assert isinstance(where, Path)
-        server = Server(where, handlers)
+        server = Server(where, handlers, self._grpc.serve)
         await server.start()
         return server
 
@@ -144,6 +154,7 @@ class Daemon:
             stack.push_async_callback(self._worker.close)
             stack.push_async_callback(self._reconciler.close)
             await self._roster.remember()
+            stack.push_async_callback(self._grpc.close)
             stack.push_async_callback(self._doors.close)
             await self._doors.move(_places(self._config))
             async with asyncio.TaskGroup() as self._group:
@@ -181,6 +192,7 @@ class Daemon:
 
     async def _follow(self, before: Config, now: Config) -> None:
         """Go by another configuration: what did not change is left alone."""
+        self._grpc.folder = now.socket.parent
         if before.state_dir != now.state_dir:
             await self._roster.use_memory(Memory(now.state_dir))
             await self._worker.renew(now.state_dir)
@@ -196,6 +208,7 @@ class Daemon:
         for name in ended - {WATCHER} - parts.keys():
             self._metrics.connected.remove(name)
             await self._roster.leave(name)
+        self._grpc.changed()
 
     # --- what it is told --------------------------------------------------------------------------
 
@@ -203,10 +216,12 @@ class Daemon:
         self._metrics.connected.labels(source.name).set(source.connected)
         self._told.add(source.name)
         self._roster.hear(source.name, update)
+        self._grpc.changed()
 
     def _hear_cni(self, state: State) -> None:
         self._metrics.cni_present.set(state.present)
         self._metrics.cni_repairs.set(state.repairs)
+        self._grpc.changed()
 
     def _poke(self) -> None:
         for source in self._sources:
@@ -245,6 +260,9 @@ class Daemon:
 
     async def _pods(self, _: Mapping[str, Any]) -> object:
         return self._rows()
+
+    async def _pod(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._find(request).row()
 
     async def _explain(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         return await explain(self._find(request), self._roster, self._reconciler, self._config)

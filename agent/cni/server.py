@@ -21,6 +21,9 @@ from agent.model.errors import AgentError, EnvironmentLacks
 log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 256
+# What the connection of a gRPC client starts with (RFC 9113, section 3.4). As a frame it would be
+# one of 1.3 GB, so none starts like this.
+HTTP2 = b"PRI * HTTP/2.0"[: frames.HEADER.size]
 # A plugin waits for a pod to be captured; sending its request must not take this long.
 REQUEST_TIMEOUT_S = 10.0
 UCRED = struct.Struct("=iII")  # struct ucred: pid, uid, gid
@@ -28,13 +31,19 @@ UCRED = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 Handler = Callable[[Mapping[str, Any]], Awaitable[object]]
 """Answers one request; raises AgentError for what it refuses."""
 
+Http2 = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+"""Takes over a connection that speaks HTTP/2, and what has been read of it; it ends on return."""
+
 
 class Server:
     """Serves one unix socket until it is closed."""
 
-    def __init__(self, path: Path, handlers: Mapping[str, Handler]) -> None:
+    def __init__(
+        self, path: Path, handlers: Mapping[str, Handler], http2: Http2 | None = None
+    ) -> None:
         self._path = path
         self._handlers = handlers
+        self._http2 = http2
         self._clients = Connections(self._talk, MAX_CLIENTS)
         self._server: asyncio.Server | None = None
 
@@ -59,10 +68,17 @@ class Server:
             await self._converse(reader, writer)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with self._clients.waiting():
+            first = reader.readexactly(len(HTTP2))
+            head = await asyncio.wait_for(first, REQUEST_TIMEOUT_S)
+        if head == HTTP2 and self._http2 is not None:
+            await self._http2(head, reader, writer)
+            return
         while True:
             try:
                 with self._clients.waiting():
-                    request = await asyncio.wait_for(frames.read(reader), REQUEST_TIMEOUT_S)
+                    reading = frames.read(reader, header=head)
+                    request, head = await asyncio.wait_for(reading, REQUEST_TIMEOUT_S), b""
             except frames.BadFrame as error:
                 await frames.write(writer, _refusal(error))
                 return

@@ -9,8 +9,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import grpc
 import psutil
 
+from agent.api.agent_pb2 import ListReply
 from tests.support.agent import INJECTED, Agent, running, wait_for
 from tests.support.netns import inside, namespace
 
@@ -78,13 +80,26 @@ def _node(folder: Path, names: list[str]) -> None:
         restart_s = time.perf_counter() - started
         assert [inside(name, "nft", "-a", "list", "ruleset") for name in names] == before
         row("restart, 0 writes, s", "2", f"{restart_s:.2f}", restart_s / 2, 1)
-        memory = sum(process.memory_full_info().pss for process in _processes(agent)) / 2**20
-        row("memory (PSS), MiB", "80", f"{memory:.0f}", memory / 80, 1)
+        _memory("memory (PSS), MiB", agent)
+        _ask_over_grpc(agent)
+        _memory("the same with gRPC, MiB", agent)
         time.sleep(QUIET_S)  # until it looks more rarely, though not yet as rarely as later
         used = _cpu(agent)
         time.sleep(IDLE_S)
         share = (_cpu(agent) - used) / IDLE_S * 100
         row(f"after {QUIET_S:.0f} s, % of a core", "0.5", f"{share:.2f}", share / 0.5, 1)
+
+
+def _memory(what: str, agent: Agent) -> None:
+    used = sum(process.memory_full_info().pss for process in _processes(agent)) / 2**20
+    row(what, "80", f"{used:.0f}", used / 80, 1)
+
+
+def _ask_over_grpc(agent: Agent) -> None:
+    """Have the agent load all that it needs for a gRPC client, and answer one."""
+    with grpc.insecure_channel(f"unix:{agent.socket}") as channel:
+        listed = channel.unary_unary("/intercept.v1.Agent/List")(b"", timeout=30)
+    assert len(ListReply.FromString(listed).pods) == PODS
 
 
 def _processes(agent: Agent) -> list[psutil.Process]:

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,49 @@ def test_socket_is_for_root_only(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
     with_server(path, part)
+
+
+KNOCK = """
+import os, socket, sys
+os.setuid(int(sys.argv[3]))
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect(sys.argv[1])
+    try:
+        sock.sendall(bytes.fromhex(sys.argv[2]))
+        print("answered" if sock.recv(1) else "sent away")
+    except ConnectionError:
+        print("sent away")
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("first", [frames.encode({"do": "echo"}), b"PRI * HTTP/2.0"])
+def test_other_users_are_not_answered_even_where_the_file_would_let_them_in(first: bytes) -> None:
+    taken_over = []
+
+    async def http2(head: bytes, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken_over.append(head)
+        writer.write(b"!")
+
+    async def knock(path: Path, user: int) -> bytes:
+        command = (sys.executable, "-I", "-S", "-c", KNOCK, str(path), first.hex(), str(user))
+        knocking = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        return (await knocking.communicate())[0]
+
+    async def run(path: Path) -> None:
+        server = Server(path, {"echo": echo}, http2)
+        await server.start()
+        os.chmod(path, 0o666)
+        try:
+            assert await knock(path, 65534) == b"sent away\n"
+            assert taken_over == []
+            assert await knock(path, 0) == b"answered\n"
+        finally:
+            await server.close()
+
+    with tempfile.TemporaryDirectory(prefix="it-") as folder:
+        os.chmod(folder, 0o711)
+        asyncio.run(run(Path(folder) / "agent.sock"))
 
 
 @needs_root

@@ -26,6 +26,7 @@ FLOORS = {
     "leftovers": 4,
     "explain": 4,
     "node": 5,
+    "api": 5,
     "cni": 5,
     "observe": 5,
     "cli": 6,
