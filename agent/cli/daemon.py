@@ -71,6 +71,7 @@ class Daemon:
             mode=config.mode,
             backend=config.backend,
             guard=config.guard,
+            gate=config.gate,
             publish=self._feed.publish,
         )
         self._proxies = ProxyMetrics(self._worker, self._reconciler.pods.values, self._metrics)
@@ -196,7 +197,9 @@ class Daemon:
         if before.state_dir != now.state_dir:
             await self._roster.use_memory(Memory(now.state_dir))
             await self._worker.renew(now.state_dir)
-        self._reconciler.configure(mode=now.mode, backend=now.backend, guard=now.guard)
+        self._reconciler.configure(
+            mode=now.mode, backend=now.backend, guard=now.guard, gate=now.gate
+        )
         if _policy(before) != _policy(now):
             self._roster.decide_again(_policy(now))
 

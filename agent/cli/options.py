@@ -10,7 +10,7 @@ from typing import Any
 from agent.formats import documents, pod
 from agent.model.errors import InvalidSettings
 from agent.model.settings import KEYS
-from agent.model.values import GUARDS
+from agent.model.values import GATES, GUARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +214,9 @@ def add_capture_options(parser: argparse.ArgumentParser, *, without: str) -> Non
     )
     parser.add_argument(
         "--gate",
-        choices=("closed", "open", "listener"),
+        choices=GATES,
         default="closed",
-        help="for a running agent (closed; the others are not in this version)",
+        help="closed; the others need a running agent, which sees when the proxy listens",
     )
     parser.add_argument(
         "--guard",

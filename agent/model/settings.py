@@ -62,6 +62,7 @@ class Settings:
     enable_ipv6: bool = False
     host_ipv4_loopback_cidr: Network = ipaddress.ip_network(numbers.LOOPBACK_V4)
     guard: str = "off"
+    gate: str = "closed"
 
     @property
     def tproxy(self) -> bool:
@@ -175,6 +176,7 @@ def _parsers(names: Names) -> dict[str, Callable[[object], object]]:
         "enable_ipv6": values.boolean,
         "host_ipv4_loopback_cidr": values.loopback_network,
         "guard": values.guard,
+        "gate": values.gate,
     }
 
 

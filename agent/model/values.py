@@ -22,6 +22,7 @@ MAX_PORT = 65535
 MAX_ID = 2**32 - 2  # 2^32-1 means "no id" to the kernel, and iptables refuses it
 MAX_OWNER_GROUPS = 64
 GUARDS = ("off", "standing")
+GATES = ("closed", "open", "listener")
 MAX_INTERFACE_NAME = 15
 
 INTERFACE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
@@ -352,6 +353,12 @@ def guard(value: object) -> str:
     if value in GUARDS:
         return str(value)
     raise BadValue(f"{shown(value)} is no guard; write {' or '.join(GUARDS)}")
+
+
+def gate(value: object) -> str:
+    if value in GATES:
+        return str(value)
+    raise BadValue(f"{shown(value)} is no gate; write {', '.join(GATES)}")
 
 
 def packet_mark(value: object) -> int:

@@ -10,7 +10,7 @@ from agent.formats import documents
 from agent.model.errors import InvalidSettings
 from agent.model.settings import parse
 from agent.model.state import BACKENDS
-from agent.model.values import GUARDS, MAX_PORT
+from agent.model.values import GATES, GUARDS, MAX_PORT
 
 RUN_DIR = Path("/run/intercept-agent")
 MODES = ("observe", "alert", "repair")
@@ -41,6 +41,7 @@ class Config:
     state_dir: Path = RUN_DIR / "state"
     backend: str = "auto"
     mode: str = "repair"
+    gate: str = "listener"
     guard: str | None = "standing"  # None: as it stands
     cri_endpoint: str | None = None
     cni_conf_dir: Path | None = None
@@ -67,7 +68,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "static": (),
 }
 # Settings of which this version can do one value only; another is refused and never ignored.
-FIXED: Mapping[str, str] = {"capture": "sidecar", "gate": "closed"}
+FIXED: Mapping[str, str] = {"capture": "sidecar"}
 PREFIX = "INTERCEPT_"
 # Settings that may be automatic, or name both families at once: the namespace decides.
 FOUND_OUT_LATER = ("enable_ipv6", "dns_servers")
@@ -129,6 +130,7 @@ class _Reader:
             state_dir=self._path(self._raw, "state_dir", fresh.state_dir) or fresh.state_dir,
             backend=self._choice("backend", ("auto", *BACKENDS), fresh.backend),
             mode=mode,
+            gate=self._choice("gate", GATES, fresh.gate),
             guard=self._guard(mode),
             cri_endpoint=self._text(self._section("cri"), "endpoint"),
             cni_conf_dir=self._path(cni, "conf_dir", None),

@@ -27,7 +27,7 @@ async def explain(
         "backend": _backend(config.backend, pod.backend),
     }
     if pod.wish.settings is not None:
-        settings = reconciler.with_guard(pod.wish.settings)
+        settings = reconciler.with_defaults(pod.wish.settings)
         by = {"guard": CONFIGURATION, **_by(pod.wish.settings, entry, roster.policy)}
         found["settings"] = _settings(settings, by)
         found["findings"] = await _findings(reconciler, pod)

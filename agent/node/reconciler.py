@@ -13,12 +13,14 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from agent.model.errors import AgentError
 from agent.node.events import Events
 from agent.node.feed import Change
 from agent.node.findings import Findings
+from agent.node.news import News
 from agent.node.worker_client import WorkerGone
 
 FIRST_PAUSE_S = 1.0
@@ -31,6 +33,7 @@ JITTER = 0.2
 # How long a change is given to be complete. It doubles with every repair that somebody undoes.
 SETTLE_S = 0.05
 LONGEST_SETTLE_S = 10.0
+GATE_OPEN = "its traffic passes until its proxy listens for the first time (gate: open)"
 CALM_S = 16.0  # a capture that was found whole after such a pause has held
 
 
@@ -74,12 +77,26 @@ class Pod:
     settle_s: float = SETTLE_S
     whole_s: float = 0.0  # when it was last seen as it should be, on the monotonic clock
     told_s: float | None = None  # when the kernel first told of a change since
-    watch: int | None = None
-    watched: str = ""  # the sandbox that `watch` is about
+    changes: News = field(init=False)  # of rules and routes
+    gate: News = field(init=False)  # that the proxy listens
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
     published: Mapping[str, object] | None = None  # its last row
+
+    def __post_init__(self) -> None:
+        self.changes = News(self._changed)
+        self.gate = News(self.wake.set)
+
+    def _changed(self) -> None:
+        """Look soon; where the worker is gone, which ends the news, that look asks for it anew."""
+        self.told_s = self.told_s or time.monotonic()
+        self.wake.set()
+
+    def deaf(self) -> None:
+        """Hear no more news. Without that, a namespace would be kept by whoever watches it."""
+        self.changes.close()
+        self.gate.close()
 
     def row(self) -> dict[str, object]:
         """Return the pod as the contract's JSON has it."""
@@ -127,6 +144,7 @@ class Reconciler:
         mode: str,
         backend: str,
         guard: str | None = None,
+        gate: str = "closed",
         publish: Callable[[Change], None] = lambda _: None,
         spread: Callable[[float], float] = lambda s: s * random.uniform(1 - JITTER, 1 + JITTER),
     ) -> None:
@@ -138,15 +156,19 @@ class Reconciler:
         self._mode = mode
         self._backend = backend
         self._guard = guard
+        self._gate = gate
         self._publish = publish
         self._spread = spread
 
-    def configure(self, *, mode: str, backend: str, guard: str | None) -> None:
+    def configure(
+        self, *, mode: str, backend: str, guard: str | None, gate: str = "closed"
+    ) -> None:
         """Go by these words from now on; if they are others, all pods are looked at again."""
-        before, now = (self._mode, self._backend, self._guard), (mode, backend, guard)
+        before = (self._mode, self._backend, self._guard, self._gate)
+        now = (mode, backend, guard, gate)
         if now == before:
             return
-        self._mode, self._backend, self._guard = now
+        self._mode, self._backend, self._guard, self._gate = now
         for pod in self.pods.values():
             if now[1:] != before[1:] and pod.state != "drifted":
                 pod.enrolled = False  # what differs because of another backend or guard is no drift
@@ -187,7 +209,7 @@ class Reconciler:
             pod.task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await pod.task
-            _unwatch(pod)
+            pod.deaf()
 
     async def enrol(self, pod: Pod) -> None:
         """Capture a pod now, as the CNI plugin needs it before the pod's first process runs.
@@ -224,7 +246,8 @@ class Reconciler:
             self._tell(pod)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(pod.wake.wait(), self._spread(pause_s))
-                await asyncio.sleep(pod.settle_s)
+                if pod.enrolled:
+                    await asyncio.sleep(pod.settle_s)
 
     async def _once(self, pod: Pod) -> float:
         """Look at a pod, mend it if the mode says so, and return how long to wait."""
@@ -245,8 +268,8 @@ class Reconciler:
 
     async def _look(self, pod: Pod) -> None:
         wish = pod.wish
-        if pod.watch is None or pod.watched != wish.sandbox_id:
-            await self._watch(pod)
+        if not pod.changes.are_about(wish.sandbox_id):
+            await pod.changes.follow(partial(self._job, pod, wish, "watch"), wish.sandbox_id)
         asked_s = time.monotonic()
         found = Findings.of(await self._job(pod, wish, "check"))
         if wish is not pod.wish:
@@ -269,21 +292,6 @@ class Reconciler:
             gap = "the guard kept the pod closed" if found.guarded else _gap(since_s, told)
             self._drifted(pod, f"{found.text} ({gap})", "repaired")
 
-    async def _watch(self, pod: Pod) -> None:
-        """Be woken by what changes in the namespace from now on."""
-        _unwatch(pod)
-        wish = pod.wish
-        ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            await self._job(pod, wish, "watch", theirs)
-        except BaseException:
-            os.close(ours)
-            raise
-        finally:
-            os.close(theirs)
-        pod.watch, pod.watched = ours, wish.sandbox_id
-        asyncio.get_running_loop().add_reader(ours, _changed, pod)
-
     def _drifted(self, pod: Pod, shown: str, result: str) -> None:
         repaired = result == "repaired"
         if not repaired and pod.state == "drifted" and pod.detail == shown:
@@ -298,6 +306,8 @@ class Reconciler:
         wish = pod.wish
         if wish.settings is None:
             return  # said meanwhile: what is there stays
+        if not pod.enrolled and await self._may_pass(pod, wish):
+            return
         done = await self._job(pod, wish, "apply")
         pod.backend = str(done["backend"])
         pod.state, pod.detail, pod.failures = "in-sync", "", 0
@@ -310,6 +320,19 @@ class Reconciler:
             how = f"captured by {pod.backend}: {wish.text}"
             self._events.add("captured", wish.label, how)
 
+    async def _may_pass(self, pod: Pod, wish: Wish) -> bool:
+        """Whether the gate is open, so that there is nothing to do until the proxy listens."""
+        if self._settings(wish).get("gate") != "open":
+            return False
+        answer = await pod.gate.follow(partial(self._job, pod, wish, "gate"), wish.sandbox_id)
+        if not answer["open"]:
+            pod.gate.close()
+            return False
+        if pod.detail != GATE_OPEN:
+            self._events.add("gate-open", wish.label, GATE_OPEN)
+        pod.state, pod.detail = "repairing", GATE_OPEN
+        return True
+
     async def _job(self, pod: Pod, wish: Wish, job: str, *pipe: int) -> Mapping[str, object]:
         """Have a job done by a wish, which the pod may have had before it got another."""
         path, started = wish.netns, time.monotonic()
@@ -318,7 +341,7 @@ class Reconciler:
         try:
             fd = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            _unwatch(pod)  # or what is left of the namespace would be kept by its own watch
+            pod.deaf()
             raise AgentError(
                 f"its network namespace {path} cannot be opened: {error.strerror}"
             ) from error
@@ -333,14 +356,17 @@ class Reconciler:
                 self._meter.phase(job, time.monotonic() - started)
 
     async def _ask(self, wish: Wish, job: str, *fds: int) -> Mapping[str, object]:
-        settings = self.with_guard(wish.settings or {})
         return await self._jobs.job(
-            job, *fds, settings=settings, backend=self._backend, name=wish.netns
+            job, *fds, settings=self._settings(wish), backend=self._backend, name=wish.netns
         )
 
-    def with_guard(self, settings: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the settings with the node's guard, if it has one and they say none."""
-        return settings if self._guard is None else {"guard": self._guard, **settings}
+    def _settings(self, wish: Wish) -> Mapping[str, object]:
+        return self.with_defaults(wish.settings or {})
+
+    def with_defaults(self, settings: Mapping[str, object]) -> Mapping[str, object]:
+        """Return the settings with the node's gate and guard where they say none."""
+        guard = {} if self._guard is None else {"guard": self._guard}
+        return {"gate": self._gate, **guard, **settings}
 
     def _failed(self, pod: Pod, error: AgentError) -> None:
         pod.failures += 1
@@ -355,20 +381,3 @@ def _gap(since_s: float, told: bool) -> str:
     """Say for how long connections could get past the proxy: what is not known is not hidden."""
     open_s = time.monotonic() - since_s
     return f"connections could get past the proxy for {'' if told else 'at most '}{open_s:.2f} s"
-
-
-def _changed(pod: Pod) -> None:
-    """Look soon; where the worker is gone, which closes the pipe, that look starts a new watch."""
-    assert pod.watch is not None
-    with contextlib.suppress(BlockingIOError):
-        if not os.read(pod.watch, 4096):
-            _unwatch(pod)
-    pod.told_s = pod.told_s or time.monotonic()
-    pod.wake.set()
-
-
-def _unwatch(pod: Pod) -> None:
-    if pod.watch is not None:
-        asyncio.get_running_loop().remove_reader(pod.watch)
-        os.close(pod.watch)
-        pod.watch = None

@@ -24,6 +24,7 @@ from agent.capture.check import check
 from agent.capture.inputs import Target, settings_for
 from agent.capture.observe import observe
 from agent.capture.probing.probe import passed, probe
+from agent.kernel.arrivals import Arrivals
 from agent.kernel.changes import Changes
 from agent.kernel.netns import Netns, refuse_node
 from agent.kernel.xtables_worker import HEADER, receive_exactly
@@ -36,6 +37,7 @@ from agent.proxy import ports
 THREADS = 4
 MAX_FDS = 2  # the namespace, and a pipe or a socket for the jobs that need one
 
+ARRIVALS = Arrivals()
 CHANGES = Changes()
 
 Job = Callable[[Netns, Mapping[str, Any]], dict[str, object]]
@@ -86,6 +88,21 @@ def _watch(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     return {}
 
 
+def _gate(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
+    """Tell whether the pod's traffic may pass, and close the pipe when it may not any more.
+
+    It may until its proxy listens for the first time. A capture that is there, or on record, says
+    that it did: a gate that was closed stays so, also when the proxy dies.
+    """
+    settings = settings_for(request["settings"], Target(netns, netns.path))
+    with reading(netns) as session:
+        closed = record.load(netns) is not None or bool(captures(observe(session)))
+    ahead = {settings.proxy_port, settings.inbound_capture_port}
+    if not closed:
+        ARRIVALS.expect(netns, ahead, request["pipe"])
+    return {"open": not closed and not ports.listening(netns, ahead)}
+
+
 def _listening(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     return {"ports": ports.listening(netns, request["ports"])}
 
@@ -103,6 +120,7 @@ JOBS: Mapping[str, Job] = {
     "look": _look,
     "probe": _probe,
     "watch": _watch,
+    "gate": _gate,
     "listening": _listening,
     "connect": _connect,
 }

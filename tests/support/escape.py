@@ -129,7 +129,7 @@ class Lab:
 
 
 @contextlib.contextmanager
-def lab(label: str = "esc") -> Iterator[Lab]:
+def lab(label: str = "esc", *, proxy: bool = True) -> Iterator[Lab]:
     """Make the namespaces and start everybody; nothing is captured yet."""
     with contextlib.ExitStack() as stack:
         pod = stack.enter_context(namespace(label))
@@ -143,7 +143,7 @@ def lab(label: str = "esc") -> Iterator[Lab]:
                 address = f"{hosts[version]}/{length}"
                 inside(space, "ip", "addr", "add", address, "dev", "eth0", *_no_trial(version))
             inside(space, "ip", "link", "set", "eth0", "up")
-        proxies = {port: f"proxy-{port}" for port in PROXY_PORTS}
+        proxies = {port: f"proxy-{port}" for port in PROXY_PORTS} if proxy else {}
         made = Lab(
             pod,
             stack.enter_context(Node(pod, 1337, proxies)),
