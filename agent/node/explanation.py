@@ -28,7 +28,8 @@ async def explain(
     }
     if pod.wish.settings is not None:
         settings = reconciler.with_defaults(pod.wish.settings)
-        by = {"guard": CONFIGURATION, **_by(pod.wish.settings, entry, roster.policy)}
+        of_the_node = dict.fromkeys(settings.keys() - pod.wish.settings.keys(), CONFIGURATION)
+        by = of_the_node | _by(pod.wish.settings, entry, roster.policy)
         found["settings"] = _settings(settings, by)
         found["findings"] = await _findings(reconciler, pod)
     return {"pod": pod.row(), **found}  # at last, since looking can change how the pod stands

@@ -120,6 +120,7 @@ def test_explanation_says_what_decided_each_setting(tmp_path: Path) -> None:
         assert settings["proxy_port"] == ("15001", "default")
         assert settings["enable_ipv6"] == ("auto", "found out in its namespace")
         assert settings["guard"] == ("off", "the agent's configuration")
+        assert settings["gate"] == ("closed", "the agent's configuration")
         assert found["decision"]["captured"] is True
         assert STATUS in found["decision"]["text"]
         assert found["findings"]["differences"] == ("+ nat: -A OUTPUT -j ISTIO_OUTPUT",)
