@@ -52,7 +52,7 @@ class Record:
 
 def load(netns: Netns) -> Record | None:
     """Return the record of a namespace; one that is missing or damaged is none."""
-    path = _path(netns)
+    path = file_of(netns)
     if path is None:
         return None
     try:
@@ -76,7 +76,7 @@ def save(netns: Netns, record: Record) -> None:
 
     Raises: EnvironmentLacks if it cannot be written.
     """
-    path = _path(netns)
+    path = file_of(netns)
     if path is None:
         return
     document = {"cookie": netns.cookie(), **_encode(record)}
@@ -84,13 +84,13 @@ def save(netns: Netns, record: Record) -> None:
 
 
 def drop(netns: Netns) -> None:
-    path = _path(netns)
+    path = file_of(netns)
     if path is not None:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def _path(netns: Netns) -> Path | None:
+def file_of(netns: Netns) -> Path | None:
     """Return the file of a namespace, or None where the kernel (before 5.14) knows no cookies."""
     return None if netns.cookie() is None else state_dir() / f"netns-{netns.id.ino}.json"
 

@@ -28,7 +28,7 @@ from agent.cli.parts import WATCHER, Part, Parts, parts_of
 from agent.cli.proxy_metrics import ProxyMetrics
 from agent.cni.server import Server
 from agent.cni.watcher import State, Watcher
-from agent.kernel import capabilities
+from agent.kernel import capabilities, package
 from agent.model.errors import AgentError, EnvironmentLacks
 from agent.model.pod import Policy
 from agent.node.config import Config, Listen, load
@@ -118,6 +118,7 @@ class Daemon:
             "status": self._status,
             "events": self._list_events,
             "explain": self._explain,
+            "pod": self._described,
         }
         assert isinstance(where, Path)
         server = Server(where, handlers, self._grpc.serve)
@@ -267,6 +268,20 @@ class Daemon:
     async def _pod(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         return self._find(request).row()
 
+    async def _described(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return all that is known of a pod; labels are null where only the plugin told of it."""
+        pod = self._find(request)
+        entry = self._roster.entries.get(pod.wish.key)
+        wanted = pod.wish.settings
+        return {
+            **pod.row(),
+            "settings": None if wanted is None else self._reconciler.with_defaults(wanted),
+            "sandbox": pod.wish.sandbox_id,
+            "labels": dict(entry.record.labels) if entry else None,
+            "annotations": dict(entry.record.annotations) if entry else None,
+            "host_network": entry.record.host_network if entry else False,
+        }
+
     async def _explain(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         return await explain(self._find(request), self._roster, self._reconciler, self._config)
 
@@ -284,6 +299,7 @@ class Daemon:
         states = Counter(pod.state for pod in self._reconciler.pods.values())
         pending = self._pending()
         return {
+            "version": package.version(),
             "ready": not pending,
             "pending": pending,
             "sources": [

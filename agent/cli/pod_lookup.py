@@ -2,11 +2,15 @@
 
 import asyncio
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from agent.cli.agent_client import AgentClient
 from agent.model.errors import EnvironmentLacks, NamespaceRefused
 from agent.node import config
 from agent.node.config import Config
+
+if TYPE_CHECKING:
+    from agent.node.cri.pods import View
 
 PREFIX = "pod:"
 
@@ -48,6 +52,15 @@ def _ask_agent(known: Config) -> Iterable[Row]:
 
 
 async def _ask_runtime(known: Config) -> Iterable[Row]:
+    view = await runtime_view(known)
+    return [(pod.namespace, pod.name, pod.netns) for pod in view.pods.values()]
+
+
+async def runtime_view(known: Config) -> "View":
+    """Return the pods that the container runtime has.
+
+    Raises: EnvironmentLacks if none can be asked.
+    """
     if known.cri_endpoint == "none":
         raise EnvironmentLacks("no runtime is configured")
     # Here and not above: loading grpc takes longer than most commands.
@@ -56,5 +69,4 @@ async def _ask_runtime(known: Config) -> Iterable[Row]:
     from agent.node.cri.source import alive
 
     async with CriClient(known.cri_endpoint) as client:
-        view = pods.view(await client.sandboxes(), alive)
-    return [(pod.namespace, pod.name, pod.netns) for pod in view.pods.values()]
+        return pods.view(await client.sandboxes(), alive)

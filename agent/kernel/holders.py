@@ -1,9 +1,9 @@
-"""Which process holds a socket, found in /proc."""
+"""Which processes hold a socket, found in /proc."""
 
 import contextlib
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,22 +25,47 @@ def holders(netns: NetnsId, inodes: Collection[int]) -> Mapping[int, Holder]:
 
     Sockets whose processes cannot be seen from here (another PID namespace) are left out.
     """
-    found: dict[int, Holder] = {}
-    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
-        if id_at(entry / "ns/net") != netns:
-            continue
+    living = [pid for pid in _pids() if id_at(f"/proc/{pid}/ns/net") == netns]
+    return {
+        inode: Holder(pids[0], name(pids[0])) for inode, pids in _search(living, inodes).items()
+    }
+
+
+def all_holders(inodes: Iterable[int], first: Iterable[int] = ()) -> Mapping[int, tuple[int, ...]]:
+    """Return for each socket all processes that have it open, of whatever namespace.
+
+    `first` are asked first, and others only about sockets that none of them has.
+    """
+    wanted = set(inodes) - {0}
+    found = _search(first, wanted)
+    rest = wanted - found.keys()
+    return found | _search(_pids(), rest) if rest else found
+
+
+def name(pid: int) -> str:
+    """Return the name of a process; an empty one of a process that is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+def _pids() -> list[int]:
+    return sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+
+
+def _search(pids: Iterable[int], inodes: Collection[int]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, list[int]] = {}
+    for pid in pids:
         with contextlib.suppress(OSError):
-            holder = Holder(int(entry.name), (entry / "comm").read_text().strip())
-            for inode in _sockets(entry / "fd"):
-                if inode in inodes:
-                    found.setdefault(inode, holder)
-    return found
+            for inode in {*_sockets(Path(f"/proc/{pid}/fd"))} & {*inodes}:
+                found.setdefault(inode, []).append(pid)
+    return {inode: tuple(pids) for inode, pids in found.items()}
 
 
 def _sockets(folder: Path) -> list[int]:
     found = []
-    for name in os.listdir(folder):
+    for entry in os.listdir(folder):
         with contextlib.suppress(OSError):
-            if match := SOCKET.fullmatch(os.readlink(folder / name)):
+            if match := SOCKET.fullmatch(os.readlink(folder / entry)):
                 found.append(int(match[1]))
     return found

@@ -60,7 +60,7 @@ def xtables_lock(*, timeout_s: float) -> Iterator[None]:
         _wait(
             lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB),
             timeout_s,
-            f"{XTABLES_LOCK} was not free within {timeout_s:.0f} seconds{_holder(fd)}",
+            f"{XTABLES_LOCK} was not free within {timeout_s:.0f} seconds{_held_by(fd)}",
         )
         yield
     finally:
@@ -80,12 +80,27 @@ def _wait(attempt: Callable[[], object], timeout_s: float, complaint: str) -> No
             return
 
 
-def _holder(fd: int) -> str:
-    """Return `; process N holds it` if /proc/locks tells, else nothing."""
-    inode = os.fstat(fd).st_ino
+def xtables_lock_holder() -> int | None:
+    """Return the process that holds the lock of the iptables tools now, without touching it.
+
+    None if nobody does, or nobody that /proc/locks shows.
+    """
     with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if len(words) > 5 and words[5].rsplit(":", 1)[-1] == str(inode):
-                return f"; process {words[4]} holds it"
+        return _holder(os.stat(XTABLES_LOCK).st_ino)
+    return None
+
+
+def _held_by(fd: int) -> str:
+    """Return `; process N holds it` if /proc/locks tells, else nothing."""
+    with contextlib.suppress(OSError):
+        holder = _holder(os.fstat(fd).st_ino)
+        return f"; process {holder} holds it" if holder is not None else ""
     return ""
+
+
+def _holder(inode: int) -> int | None:
+    for line in Path("/proc/locks").read_text().splitlines():
+        words = line.split()
+        if len(words) > 5 and words[1] != "->" and words[5].rsplit(":", 1)[-1] == str(inode):
+            return int(words[4])
+    return None
