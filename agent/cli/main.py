@@ -17,6 +17,7 @@ COMMANDS = {
     "remove": "take a capture out of a namespace",
     "trace": "walk one packet through the loaded rules",
     "proxy": "ask the proxy of a pod: ready, listeners, clusters, certs",
+    "explain": "tell on one page whether a pod is captured, why, and what to do",
     "run": "run the agent of this node",
     "pods": "list the pods that the running agent knows",
     "status": "show how the running agent is",
@@ -69,12 +70,20 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _completed(command: str, words: list[str]) -> list[str]:
+    """Return the words as the command's own parser takes them."""
+    if command not in COMMANDS:
+        return words
+    module = importlib.import_module(f"agent.cli.{command}_command")
+    return list(module.completed(words)) if hasattr(module, "completed") else words
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 to 4 as the contract has them, 70 for a bug."""
     given = list(sys.argv[1:] if words is None else words)
     command = next((word for word in given if not word.startswith("-")), "")
     try:
-        arguments, unknown = _parser(command).parse_known_args(given)
+        arguments, unknown = _parser(command).parse_known_args(_completed(command, given))
         if unknown:
             arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         code = 0

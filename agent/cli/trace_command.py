@@ -26,10 +26,21 @@ VERBOSE = "as --all"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser)
+    add_packet_options(parser, required=True)
+    parser.add_argument(
+        "--all", action="store_true", help="sum up no long runs of rules that do not match"
+    )
+    output.add_output_option(parser, "-o")
+
+
+def add_packet_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, required: bool
+) -> None:
+    """Add what describes one packet; `packet_of` makes it of them."""
     parser.add_argument("--uid", metavar="U", help="user id of the sending process (0)")
     parser.add_argument("--gid", metavar="G", help="its group id (as --uid)")
     parser.add_argument(
-        "--to", metavar="ADDR:PORT", required=True, help="destination; IPv6 is [ADDR]:PORT"
+        "--to", metavar="ADDR:PORT", required=required, help="destination; IPv6 is [ADDR]:PORT"
     )
     parser.add_argument(
         "--from",
@@ -44,14 +55,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a packet that arrives from outside, not one that is sent",
     )
-    parser.add_argument(
-        "--all", action="store_true", help="sum up no long runs of rules that do not match"
-    )
-    output.add_output_option(parser, "-o")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    packet = _packet(arguments)
+    packet = packet_of(arguments)
     with opened(arguments.netns, allow_node=True) as target, reading(target.netns) as session:
         state = observe(session)
         found = trace(state, read_host(target.netns), packet, inbound=arguments.inbound)
@@ -63,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _packet(arguments: argparse.Namespace) -> Packet:
+def packet_of(arguments: argparse.Namespace) -> Packet:
     """Return the packet that the options describe.
 
     Raises: InvalidSettings with every mistake.

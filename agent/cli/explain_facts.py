@@ -1,0 +1,281 @@
+"""Gathers what an explanation is made of; each part by itself, so that one that fails hides none.
+
+Reads only, and leaves no trace.
+"""
+
+import asyncio
+import os
+import shlex
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from agent.backends.session import reading
+from agent.capture import record
+from agent.capture.check import compare
+from agent.capture.inputs import Target, settings_for
+from agent.capture.observe import hidden, observe
+from agent.cli.options import SETTINGS
+from agent.cli.pod_facts import Found, PodFinder
+from agent.cli.pod_lookup import PREFIX
+from agent.cli.seeing import Seen
+from agent.explain.pod.facts import Facts, Listener, Said
+from agent.explain.pod.flows import mesh_ports
+from agent.formats import pod as manifests
+from agent.kernel import holders, processes, resolvconf, sockets
+from agent.kernel.netns import Netns, node_reason, open_target
+from agent.kernel.topology import read_host
+from agent.model import annotations as names
+from agent.model.errors import AgentError, EnvironmentLacks, NamespaceRefused
+from agent.model.numbers import ENVOY_ADMIN_PORT
+from agent.model.plan import plan
+from agent.model.pod import Pod
+from agent.model.settings import dump, parse
+from agent.model.state import NamespaceState
+from agent.model.wanted import Known
+from agent.proxy import ports
+from agent.proxy.admin import Admin
+
+ADMIN_DEADLINE_S = 5.0
+
+
+def gather(target: str, finder: PodFinder) -> Facts:
+    """Return everything that can be seen of a pod or namespace.
+
+    Raises: NamespaceRefused if there is no such pod or namespace.
+    """
+    named = finder.named(target) if target.startswith(PREFIX) else None
+    if target.startswith(PREFIX) and named is None:
+        raise NamespaceRefused(_no_pod(target, finder))
+    now = datetime.now(UTC)
+    if named is not None and named.netns is None:
+        if named.pod.host_network:
+            return Facts(target=target, pod=named.pod, now=now, unseen=tuple(finder.unseen))
+        raise NamespaceRefused(f"{target} has no network namespace: its sandbox has ended")
+    netns, is_self = open_target(named.netns if named and named.netns else target)
+    with netns:
+        found = named or finder.living_in(netns.id) or finder.given()
+        facts = Facts(
+            target=target,
+            path=netns.path,
+            netns=(netns.id.dev, netns.id.ino),
+            node=node_reason(netns, is_self=is_self) or "",
+            pod=found.pod if found else None,
+            now=now,
+        )
+        return _Reader(netns, facts, found).read(finder.unseen)
+
+
+def _no_pod(target: str, finder: PodFinder) -> str:
+    namespace, slash, name = target.removeprefix(PREFIX).partition("/")
+    if not (namespace and slash and name):
+        return f"{target} is not a pod: write {PREFIX}NAMESPACE/NAME"
+    if not finder.asked:
+        return f"{target} cannot be looked up: {'; '.join(finder.unseen)}"
+    return f"there is no pod {name} of the namespace {namespace} on this node"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Raw settings that a namespace should follow, and who says so."""
+
+    raw: Mapping[str, object]
+    origin: str
+
+
+class _Reader:
+    """Reads one namespace."""
+
+    def __init__(self, netns: Netns, facts: Facts, found: Found | None) -> None:
+        self._netns = netns
+        self._facts = facts
+        self._found = found
+        self._seen = Seen()
+        self._record = self._seen.part("the record", lambda: record.load(netns))
+
+    def read(self, unseen: list[str]) -> Facts:
+        self._settings()
+        self._rules()
+        host = self._seen.part("addresses and routes", lambda: read_host(self._netns))
+        self._facts = replace(self._facts, host=host, name_servers=self._name_servers())
+        self._processes()
+        self._certificates()
+        if self._facts.state is None and self._facts.pod is None and self._facts.listeners is None:
+            raise EnvironmentLacks("; ".join(self._seen.unseen))  # nothing at all could be seen
+        return replace(self._facts, unseen=(*unseen, *self._seen.unseen))
+
+    # --- what should be ---------------------------------------------------------------------------
+
+    def _wanted(self) -> _Wanted | None:
+        """Return the settings by who decides them: the agent, the pod, or what was applied here."""
+        if self._found is not None and self._found.settings is not None:
+            return _Wanted(self._found.settings, "what the running agent keeps it to")
+        said = _read_at_the_start(self._facts)
+        if said is not None:
+            raw = said.decision.settings
+            return None if raw is None else _Wanted(raw, "the pod's annotations")
+        if self._record is None or not self._record.known().plans:
+            return None
+        return _Wanted(dict(self._record.settings), "what was applied here")
+
+    def _settings(self) -> None:
+        wanted = self._wanted()
+        raw = wanted.raw if wanted else manifests.DEFAULTS
+        if self._record is not None:  # a guard that stands here is no matter of what is captured
+            raw = {"guard": self._record.settings.get("guard", "off"), **raw}
+        facts = replace(
+            self._facts,
+            recorded=str(record.file_of(self._netns)) if self._record is not None else "",
+            applies=_command(self._facts.target, raw),
+        )
+        if wanted is not None:
+            target = Target(self._netns, facts.path)
+            facts = replace(
+                facts,
+                settings=self._seen.part("settings", lambda: settings_for(raw, target)),
+                origin=wanted.origin,
+                sources=_sources(facts, wanted),
+            )
+        self._facts = facts
+
+    # --- what is ----------------------------------------------------------------------------------
+
+    def _rules(self) -> None:
+        seen = self._seen.part("the loaded rules", self._observe)
+        if seen is None:
+            return
+        state, unreadable = seen
+        self._facts = replace(self._facts, state=replace(state, unreadable=unreadable))
+        settings = self._facts.settings
+        if settings is None:
+            return
+        known = self._record.known() if self._record is not None else Known()
+        report = self._seen.part(
+            "what differs", lambda: compare(state, plan(settings), "auto", known, settings)
+        )
+        if report is not None:
+            self._facts = replace(
+                self._facts,
+                backend=report.backend,
+                differences=tuple(difference.line() for difference in report.differences),
+                foreign=report.foreign,
+            )
+
+    def _observe(self) -> tuple[NamespaceState, tuple[str, ...]]:
+        with reading(self._netns) as session:
+            state = observe(session)
+            return state, (*state.unreadable, *hidden(session, state))
+
+    def _name_servers(self) -> tuple[str, ...]:
+        path = resolvconf.path_for(self._facts.target, self._netns.id)
+        return self._seen.part("the name servers", lambda: resolvconf.servers(path)) or ()
+
+    def _processes(self) -> None:
+        living = self._seen.part("processes", lambda: processes.living_in(self._netns))
+        if living is not None and living.hidden and os.geteuid():
+            self._seen.unseen.append(
+                f"{living.hidden} processes of other users may live here too; root sees them"
+            )
+        found = living.found if living is not None else None
+        self._facts = replace(self._facts, processes=found)
+        here = self._seen.part("listeners", self._sockets)
+        if here is not None:
+            self._facts = replace(self._facts, listeners=_listeners(here, found or ()))
+
+    def _sockets(self) -> tuple[sockets.KernelSocket, ...]:
+        with self._netns.run(sockets.SocketTable) as table:
+            return (*table.listeners("tcp"), *_mesh_only(table.listeners("udp"), self._facts))
+
+    def _certificates(self) -> None:
+        async def connect() -> socket.socket:
+            return ports.connect(self._netns, ENVOY_ADMIN_PORT)
+
+        admin = Admin(connect, f"port {ENVOY_ADMIN_PORT}", ADMIN_DEADLINE_S)
+        try:
+            found = asyncio.run(admin.certificates())
+        except (AgentError, OSError) as error:
+            self._facts = replace(self._facts, no_certificates=str(error))
+        else:
+            self._facts = replace(self._facts, certificates=found)
+
+
+def _mesh_only(
+    found: tuple[sockets.KernelSocket, ...], facts: Facts
+) -> tuple[sockets.KernelSocket, ...]:
+    """Return the UDP sockets that matter: any client's unconnected one looks like a listener."""
+    ports = {*mesh_ports(facts), 53}
+    return tuple(one for one in found if one.local[1] in ports)
+
+
+def _listeners(
+    here: tuple[sockets.KernelSocket, ...], living: tuple[processes.Process, ...]
+) -> tuple[Listener, ...]:
+    """Return the sockets with who holds them, who may live in another namespace."""
+    known = {process.pid: process for process in living}
+    held = holders.all_holders((one.inode for one in here), known)
+
+    def holder(pid: int, uid: int) -> processes.Process:
+        stranger = processes.Process(pid=pid, parent=0, name=holders.name(pid), uid=uid, gid=uid)
+        return known.get(pid, stranger)
+
+    return tuple(
+        Listener(
+            socket=one,
+            processes=tuple(holder(pid, one.uid) for pid in held.get(one.inode, ())),
+        )
+        for one in here
+    )
+
+
+def _read_at_the_start(facts: Facts) -> Said | None:
+    """Return the annotations that a capture follows: a running pod keeps those it was made with."""
+    pod = facts.pod
+    return (pod.created or pod.now) if pod else None
+
+
+def _sources(facts: Facts, wanted: _Wanted) -> dict[str, str]:
+    """Return where each setting stands that somebody gave."""
+    said = _read_at_the_start(facts)
+    if said is None:
+        defaults = dump(parse({}))
+        given = {key: value for key, value in wanted.raw.items() if value != defaults.get(key)}
+        return dict.fromkeys(given, wanted.origin)
+    whom = Pod(namespace="", name="", labels=said.labels, annotations=said.annotations)
+    return {one.key: one.source for one in names.given(whom)}
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def _command(target: str, raw: Mapping[str, object]) -> str:
+    """Return the command that captures a namespace like this."""
+    words = ["intercept-agent", "apply", "--netns", target]
+    plain = {key: _text(value) for key, value in raw.items()}
+    default = {key: _text(value) for key, value in dump(parse({})).items()}
+    servers = [plain.pop(f"dns_servers_v{v}", "") for v in (4, 6)]
+    guard = plain.pop("guard", "off")
+    plain.pop("gate", None)  # a running agent's alone
+    for key in ("proxy_uid", "proxy_gid"):
+        default[key] = "1337"
+    whole = {key: _text(value) for key, value in manifests.DEFAULTS.items()}
+    given = {key: value for key, value in plain.items() if value != default.get(key)}
+    if given.get("enable_ipv6") in ("true", "auto"):
+        del given["enable_ipv6"]
+    for setting in SETTINGS if given != whole or any(servers) else ():
+        if setting.key in given:
+            words += [setting.flags[0], given[setting.key]]
+    if guard != "off":
+        words += ["--guard", guard]
+    if any(servers):
+        words += ["--dns-servers", ",".join(server for server in servers if server)]
+    return shlex.join(words)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(item) for item in value)
+    return "" if value is None else str(value)

@@ -1,0 +1,61 @@
+"""A process that stands in for a proxy, an application or whoever else lives in a pod."""
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from tests.support.netns import path_of
+
+# Ports are opened on both families; on the admin port /certs is answered.
+SCRIPT = """
+import http.server, json, os, socket, socketserver, sys, threading
+job = json.loads(sys.argv[1])
+with open("/proc/self/comm", "w") as comm:
+    comm.write(job["name"])
+os.setgroups([]); os.setgid(job["gid"]); os.setuid(job["uid"])
+class Server(socketserver.ThreadingTCPServer):
+    address_family, allow_reuse_address, daemon_threads = socket.AF_INET6, True, True
+class Admin(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def do_GET(self):
+        body = json.dumps(job["certs"]).encode()
+        self.send_response(200 if self.path == "/certs" else 404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+for port in job["ports"]:
+    threading.Thread(target=Server(("::", port), Admin).serve_forever, daemon=True).start()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def process(
+    netns: str,
+    *ports: int,
+    name: str = "envoy",
+    uid: int = 1337,
+    gid: int | None = None,
+    certs: object = None,
+) -> Iterator[int]:
+    """Run a process of that name and identity that listens on TCP ports; yields its PID."""
+    gid = uid if gid is None else gid
+    job = {"name": name, "uid": uid, "gid": gid, "ports": ports, "certs": certs}
+    command = ("nsenter", f"--net={path_of(netns)}", "--", sys.executable, "-I", "-S", "-c", SCRIPT)
+    with subprocess.Popen(
+        [*command, json.dumps(job)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "ready\n"
+            yield running.pid
+        finally:
+            running.kill()
