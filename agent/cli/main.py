@@ -17,6 +17,7 @@ COMMANDS = {
     "remove": "take a capture out of a namespace",
     "trace": "walk one packet through the loaded rules",
     "proxy": "ask the proxy of a pod: ready, listeners, clusters, certs",
+    "doctor": "tell what on this node keeps the agent from working, or may",
     "explain": "tell on one page whether a pod is captured, why, and what to do",
     "run": "run the agent of this node",
     "pods": "list the pods that the running agent knows",

@@ -47,4 +47,4 @@ def print_findings(findings: Iterable[Finding], unseen: Iterable[str]) -> None:
         if finding.fix:
             print(f"{'':<{WIDTH}}-> {plain(finding.fix)}")
     for sentence in unseen:
-        print(f"not seen {plain(sentence)}")
+        print(f"{'unseen':<{WIDTH}}{plain(sentence)}")

@@ -107,6 +107,13 @@ def test_backend_that_auto_takes_and_the_kernel_lacks_keeps_the_agent_from_worki
     assert of(found, "backend").fix == "set backend: iptables-nft in the agent's configuration"
 
 
+def test_backend_that_the_configuration_names_counts_and_not_the_one_that_auto_would_take() -> None:
+    reasons = {NFTABLES: "nft is missing", IPTABLES_NFT: None, IPTABLES_LEGACY: None}
+    found = diagnose(node(configured=NFTABLES, backends=reasons, chosen=IPTABLES_NFT))
+    assert not found.works
+    assert "asks for nftables, which cannot be used: nft is missing" in of(found, "backend").seen
+
+
 def test_auto_says_why_it_passed_the_earlier_ones() -> None:
     reasons = {NFTABLES: "libnftables.so.1 is missing", IPTABLES_NFT: None, IPTABLES_LEGACY: None}
     found = diagnose(node(backends=reasons, chosen=IPTABLES_NFT))
@@ -170,6 +177,7 @@ def test_iptables_that_leads_to_another_flavour_than_the_kubelet_uses_is_a_warni
         ({"chosen": None, "backends": dict.fromkeys(BACKENDS, "missing")}, "backend"),
         ({"conntrack": (990, 1000)}, "conntrack"),
         ({"agent": {**READY, "pending": ["cri: not asked yet"]}}, "agent"),
+        ({"agent": None, "no_agent": "timed out", "mute": True}, "agent"),
         ({"full_disk": "no room"}, "disk"),
         ({"cni": Cni(folder="/d", wanted=True)}, "cni"),
         ({"cni": Cni(folder="/d", exists=True, present=True, binary=("missing",))}, "cni"),

@@ -9,6 +9,7 @@ from agent.model.state import BACKENDS, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES
 
 INET_NAT = (5, 2)  # the first kernel with nat chains in inet tables
 COOKIES = (5, 14)  # the first one that numbers namespaces
+PACKAGES = {NFTABLES: "nftables", IPTABLES_NFT: "iptables", IPTABLES_LEGACY: "iptables"}
 PERSIST = "/etc/modules-load.d/intercept-agent.conf"
 
 
@@ -71,6 +72,15 @@ def _kernel(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def _auto(facts: NodeFacts) -> Iterator[Finding]:
+    if facts.configured != "auto" and (reason := unusable(facts, facts.configured)):
+        yield Finding(
+            kind="backend",
+            severity=Severity.CRITICAL,
+            seen=f"the configuration asks for {facts.configured}, which cannot be used: {reason}",
+            means="every capture fails",
+            fix="set backend: auto in the agent's configuration",
+        )
+        return
     if facts.chosen is None:
         why = "; ".join(f"{name}: {unusable(facts, name)}" for name in BACKENDS)
         yield Finding(
@@ -104,14 +114,13 @@ def _auto(facts: NodeFacts) -> Iterator[Finding]:
 def _backend(facts: NodeFacts, backend: str) -> Iterator[Finding]:
     reason = unusable(facts, backend)
     if reason:
-        missing_tool = facts.backends.get(backend)
-        package = "nftables" if backend == NFTABLES else "iptables"
+        installs = f"apt-get install {PACKAGES[backend]}" if backend in PACKAGES else ""
         yield Finding(
             kind=backend,
             severity=Severity.INFO,
             seen=f"cannot be used: {reason}",
             means="only where this backend is asked for does that matter",
-            fix=f"apt-get install {package}" if missing_tool else _load(facts, backend),
+            fix=installs if facts.backends.get(backend) else _load(facts, backend),
         )
         return
     parts = [f"{f.name} ({f.only_for})" for f in _lacking(facts, backend, optional=True)]

@@ -155,10 +155,12 @@ def _agent(facts: NodeFacts) -> Iterator[Finding]:
     if status is None:
         yield Finding(
             kind="agent",
-            severity=INFO,
+            severity=CRITICAL if facts.mute else INFO,
             seen=facts.no_agent or "no agent runs here",
             means="captured pods stay captured; new ones are not",
-            fix="intercept-agent run --config FILE",
+            fix="systemctl restart intercept-agent"
+            if facts.mute
+            else "intercept-agent run --config FILE",
         )
         for port in facts.ports:
             yield Finding(

@@ -43,7 +43,9 @@ class Rules:
 class NodeFacts:
     """Everything about one node. `backends` says of each why it cannot be used, or None.
 
-    `features` says of each kernel feature whether it is there or can be loaded.
+    `features` says of each kernel feature whether it is there or can be loaded, `configured` which
+    backend the agent's configuration names, `chosen` which one auto takes. `mute` is an agent that
+    takes connections and does not answer.
     """
 
     release: str = ""
@@ -52,6 +54,7 @@ class NodeFacts:
     own_pid_namespace: bool = False
     own_user_namespace: bool = False
     backends: Mapping[str, str | None] = field(default_factory=dict)
+    configured: str = "auto"
     chosen: str | None = None
     features: Mapping[str, bool | None] = field(default_factory=dict)
     lost_modules: bool = False
@@ -79,6 +82,7 @@ class NodeFacts:
     runtime: str = ""
     agent: Mapping[str, object] | None = None
     no_agent: str = ""
+    mute: bool = False
     ports: tuple[Ports, ...] = ()
     full_disk: str = ""
     unseen: tuple[str, ...] = ()
