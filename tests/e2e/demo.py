@@ -19,13 +19,13 @@ from typing import NoReturn
 from agent.model import numbers
 from tests.containerd.node import SUBNETS_DUAL, containerd_node
 from tests.support.agent import INJECTED, running, wait_for
+from tests.support.calls import Answer
 from tests.support.pod import (
     APP_PORT,
     APP_UID,
     OUTSIDE_PORT,
     PEER,
     POD,
-    Answer,
     Pod,
     agent_command,
 )

@@ -18,8 +18,9 @@ import pytest
 
 from agent.model import numbers
 from tests.support import envoy
+from tests.support.calls import Answer
 from tests.support.envoy import INBOUND, OUTBOUND, Counters
-from tests.support.pod import APP_PORT, APP_UID, OUTSIDE_PORT, PEER, POD, STRANGER, Answer, Pod
+from tests.support.pod import APP_PORT, APP_UID, OUTSIDE_PORT, PEER, POD, STRANGER, Pod
 
 BACKENDS = ("iptables-legacy", "iptables-nft", "nftables")
 REPLACEMENTS = tuple(pairwise((*BACKENDS, BACKENDS[0])))

@@ -11,7 +11,6 @@ Nothing here captures anything: that is what is under test. Everything is gone w
 
 import contextlib
 import functools
-import ipaddress
 import json
 import os
 import subprocess
@@ -19,12 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
 from agent.model import numbers
-from tests.support import envoy, netns, web
+from tests.support import calls, envoy, netns
+from tests.support.calls import Answer, Client, target
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,28 +38,9 @@ PREFIX = {4: 24, 6: 64}
 STRANGER = {4: "10.78.0.1", 6: "fd00:78::1"}
 
 START_TIMEOUT_S = 20.0
-STOP_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 60.0
 POLL_S = 0.01
-CONCURRENCY = 50
 MAX_LOG_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What became of one request. Without an answer `status` is 0 and `error` says why.
-
-    `name` is the server that answered, `peer` and `local` the addresses that its connection had,
-    `via` the Envoy listeners that the request went through, in order.
-    """
-
-    status: int = 0
-    error: str = ""
-    name: str = ""
-    peer: str = ""
-    local: str = ""
-    path: str = ""
-    via: tuple[str, ...] = ()
 
 
 def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 10.0) -> None:
@@ -121,7 +101,7 @@ class Pod:
         self._proxy_ids = (proxy_uid, proxy_gid)
         self._stack = contextlib.ExitStack()
         self._clients = contextlib.ExitStack()
-        self._client_by_identity: dict[tuple[str, int, int], subprocess.Popen[str]] = {}
+        self._client_by_identity: dict[tuple[str, int, int], Client] = {}
         self._proxy = contextlib.ExitStack()
         self._log: IO[str] | None = None
 
@@ -131,8 +111,8 @@ class Pod:
             self.namespace = stack.enter_context(netns.namespace("pod"))
             self.peer = stack.enter_context(netns.namespace("peer"))
             _join(self.namespace, self.peer)
-            stack.enter_context(_server(self.namespace, "app", APP_PORT, uid=APP_UID))
-            stack.enter_context(_server(self.peer, "outside", OUTSIDE_PORT, uid=APP_UID))
+            stack.enter_context(calls.server(self.namespace, "app", APP_PORT, uid=APP_UID))
+            stack.enter_context(calls.server(self.peer, "outside", OUTSIDE_PORT, uid=APP_UID))
             stack.callback(self._clients.close)
             stack.callback(self.stop_proxy)
             self.start_proxy()
@@ -175,8 +155,9 @@ class Pod:
 
     def _proxy_serves(self) -> bool:
         """Wait a second at most."""
-        call = _target("127.0.0.1", numbers.HEALTH_PORT, path=envoy.HEALTH_PATH, timeout_s=1.0)
-        (answer,) = self._call(self.namespace, call | {"until_ok": True}, uid=0, gid=0)
+        call = target("127.0.0.1", numbers.HEALTH_PORT, path=envoy.HEALTH_PATH, timeout_s=1.0)
+        client = self._client(self.namespace, uid=0, gid=0)
+        (answer,) = client.call(call | {"until_ok": True})
         return answer.status == 200
 
     def stop_proxy(self) -> None:
@@ -190,8 +171,9 @@ class Pod:
 
     def counters(self) -> envoy.Counters:
         """Return Envoy's counters, read from its admin port inside the pod."""
-        call = _target("127.0.0.1", envoy.ADMIN_PORT, path=envoy.COUNTERS_PATH)
-        return envoy.counters_in(self._outcomes(self.namespace, call, uid=0, gid=0)[0]["body"])
+        call = target("127.0.0.1", envoy.ADMIN_PORT, path=envoy.COUNTERS_PATH)
+        (outcome,) = self._client(self.namespace, uid=0, gid=0).outcomes(call)
+        return envoy.counters_in(outcome["body"])
 
     def capture(self, backend: str, *more: str) -> None:
         """Have the agent capture this pod; `more` are further options of `apply`.
@@ -221,10 +203,9 @@ class Pod:
 
         `host` is the Host header; by default the address. `gid` is that of `uid` by default.
         """
-        call = _target(address, port, host=host, path=path, timeout_s=timeout_s)
-        return self._call(
-            self.namespace, call, count=count, uid=uid, gid=uid if gid is None else gid
-        )
+        call = target(address, port, host=host, path=path, timeout_s=timeout_s)
+        client = self._client(self.namespace, uid=uid, gid=uid if gid is None else gid)
+        return client.call(call, count=count)
 
     def call_from_peer(
         self,
@@ -240,35 +221,16 @@ class Pod:
 
         `source` is an address of the peer and a port, 0 for any.
         """
-        call = _target(address, port, path=path, timeout_s=timeout_s) | {"source": source}
-        return self._call(self.peer, call, count=count, uid=APP_UID, gid=APP_UID)
+        call = target(address, port, path=path, timeout_s=timeout_s) | {"source": source}
+        return self._client(self.peer, uid=APP_UID, gid=APP_UID).call(call, count=count)
 
-    def _call(
-        self, namespace: str, call: dict[str, object], *, count: int = 1, uid: int, gid: int
-    ) -> list[Answer]:
-        outcomes = self._outcomes(namespace, call, count=count, uid=uid, gid=gid)
-        return [_answer(outcome) for outcome in outcomes]
-
-    def _outcomes(
-        self, namespace: str, call: dict[str, object], *, count: int = 1, uid: int, gid: int
-    ) -> list[dict[str, str]]:
-        """Have the client process of that namespace and identity make the calls."""
+    def _client(self, namespace: str, *, uid: int, gid: int) -> Client:
+        """Return the client process of that namespace and identity."""
         identity = (namespace, uid, gid)
         if identity not in self._client_by_identity:
-            started = self._clients.enter_context(_client(namespace, uid=uid, gid=gid))
+            started = self._clients.enter_context(calls.client(namespace, uid=uid, gid=gid))
             self._client_by_identity[identity] = started
-        process = self._client_by_identity[identity]
-        assert process.stdin is not None
-        assert process.stdout is not None
-        job = {"call": call, "count": count, "concurrency": CONCURRENCY}
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise AssertionError(f"the client of {namespace} as {uid}:{gid} ended: see stderr")
-        outcomes: list[dict[str, str]] = json.loads(line)
-        return outcomes
+        return self._client_by_identity[identity]
 
     def snapshot(self) -> dict[str, str]:
         """Return everything that a capture could change in the pod's namespace."""
@@ -279,32 +241,6 @@ def _successful(done: subprocess.CompletedProcess[str]) -> None:
     if done.returncode:
         said = f"{done.stdout}{done.stderr}".strip()
         raise AssertionError(f"{' '.join(done.args)}: exit {done.returncode}: {said}")
-
-
-def _target(
-    address: str, port: int, *, host: str = "", path: str = "/", timeout_s: float = 10.0
-) -> dict[str, object]:
-    name = f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
-    return {
-        "address": address,
-        "port": port,
-        "host": host or f"{name}:{port}",
-        "path": path,
-        "timeout_s": timeout_s,
-        "until_ok": False,
-        "source": None,
-    }
-
-
-def _answer(raw: dict[str, str]) -> Answer:
-    if "error" in raw:
-        return Answer(error=raw["error"])
-    status = int(raw["status"])
-    try:
-        seen = json.loads(raw["body"])
-    except ValueError:  # Envoy's own answers are plain text
-        return Answer(status=status, error=raw["body"])
-    return Answer(status=status, **(seen | {"via": tuple(seen["via"])}))
 
 
 def _join(pod: str, peer: str) -> None:
@@ -334,32 +270,6 @@ def _is_up(namespace: str) -> bool:
     return bool(links[0]["operstate"] == "UP")
 
 
-def _web(namespace: str, what: str, *, uid: int, gid: int) -> tuple[str, ...]:
-    script = (sys.executable, "-I", "-S", str(Path(web.__file__)), what)
-    return (*_nsenter(namespace), *script, "--uid", str(uid), "--gid", str(gid))
-
-
-def _nsenter(namespace: str) -> tuple[str, ...]:
-    return ("nsenter", f"--net={netns.path_of(namespace)}", "--")
-
-
-def _client(
-    namespace: str, *, uid: int, gid: int
-) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
-    return _running(_web(namespace, "call", uid=uid, gid=gid), stdout=subprocess.PIPE)
-
-
-@contextlib.contextmanager
-def _server(namespace: str, name: str, port: int, *, uid: int) -> Iterator[None]:
-    """Run a server that answers on both families before the block starts."""
-    command = (*_web(namespace, "serve", uid=uid, gid=uid), "--name", name, "--port", str(port))
-    with _running(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        if process.stdout.readline() != f"{web.READY}\n":
-            raise AssertionError(f"server {name} did not start on port {port}")
-        yield
-
-
 @contextlib.contextmanager
 def run_envoy(
     namespace: str,
@@ -380,42 +290,14 @@ def run_envoy(
     program = os.open(envoy.binary(), os.O_RDONLY | os.O_CLOEXEC)
     try:
         command = (
-            *_nsenter(namespace),
+            *calls.nsenter(namespace),
             *("setpriv", "--reuid", str(uid), "--regid", str(gid), "--clear-groups"),
             *keep,
             *("--pdeathsig", "KILL", "--"),
             *(f"/proc/self/fd/{program}", "--config-yaml", config, "--concurrency", "1"),
             *("--disable-hot-restart", "--log-level", "warning"),
         )
-        with _running(command, stdout=log, pass_fds=(program,)) as process:
+        with calls.running(command, stdout=log, pass_fds=(program,)) as process:
             yield process
     finally:
         os.close(program)
-
-
-@contextlib.contextmanager
-def _running(
-    command: tuple[str, ...], *, stdout: int | IO[str], pass_fds: tuple[int, ...] = ()
-) -> Iterator[subprocess.Popen[str]]:
-    """Run a process in a session of its own (so Ctrl-C reaches only us) and end it at the end."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=stdout,
-        stderr=None if stdout == subprocess.PIPE else subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        pass_fds=pass_fds,
-    )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
