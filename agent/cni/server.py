@@ -69,22 +69,23 @@ class Server:
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with self._clients.waiting():
-            first = reader.readexactly(len(HTTP2))
-            head = await asyncio.wait_for(first, REQUEST_TIMEOUT_S)
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                head = await reader.readexactly(len(HTTP2))
         if head == HTTP2 and self._http2 is not None:
             await self._http2(head, reader, writer)
             return
         while True:
             try:
                 with self._clients.waiting():
-                    reading = frames.read(reader, header=head)
-                    request, head = await asyncio.wait_for(reading, REQUEST_TIMEOUT_S), b""
+                    async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                        request, head = await frames.read(reader, header=head), b""
             except frames.BadFrame as error:
                 await frames.write(writer, _refusal(error))
                 return
             reply = await self._answer(request)
             with self._clients.waiting():
-                await asyncio.wait_for(frames.write(writer, reply), REQUEST_TIMEOUT_S)
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    await frames.write(writer, reply)
 
     async def _answer(self, request: object) -> object:
         if not isinstance(request, dict) or request.get("do") not in self._handlers:

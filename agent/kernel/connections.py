@@ -96,7 +96,8 @@ async def _hang_up(writer: asyncio.StreamWriter) -> None:
     """Close a connection, at last without what its client does not take."""
     writer.close()
     try:
-        await asyncio.wait_for(writer.wait_closed(), HANG_UP_S)
+        async with asyncio.timeout(HANG_UP_S):
+            await writer.wait_closed()
     except BROKEN:
         writer.transport.abort()
 

@@ -50,6 +50,7 @@ class Events:
     async def wait(self, timeout_s: float) -> None:
         """Return when an event is added, or after `timeout_s`."""
         try:
-            await asyncio.wait_for(self._added.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._added.wait()
         except TimeoutError:
             return

@@ -207,8 +207,7 @@ class Reconciler:
         pod = self.pods.pop(key, None)
         if pod is not None and pod.task is not None:
             pod.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await pod.task
+            await asyncio.wait([pod.task])  # which, unlike awaiting it, can be cancelled itself
             pod.deaf()
 
     async def enrol(self, pod: Pod) -> None:
@@ -245,7 +244,9 @@ class Reconciler:
                 pause_s = await self._once(pod)
             self._tell(pod)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(pod.wake.wait(), self._spread(pause_s))
+                # Not wait_for: Python 3.11's takes no notice of a cancel that comes as it ends.
+                async with asyncio.timeout(self._spread(pause_s)):
+                    await pod.wake.wait()
                 if pod.enrolled:
                     await asyncio.sleep(pod.settle_s)
 

@@ -86,7 +86,8 @@ class WorkerClient:
             except OSError as error:
                 self._fail(f"the worker cannot be reached: {error.strerror}")
         try:
-            reply = await asyncio.wait_for(future, deadline_s)
+            async with asyncio.timeout(deadline_s):
+                reply = await future
         except TimeoutError:
             self._kill()
             raise WorkerGone(
@@ -122,8 +123,7 @@ class WorkerClient:
             await process.wait()
         if self._reader is not None:
             self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+            await asyncio.wait([self._reader])
 
     async def _running(self) -> socket.socket:
         if self._socket is None or self._process is None or self._process.returncode is not None:

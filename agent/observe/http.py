@@ -101,7 +101,8 @@ class HttpServer:
         protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST_BYTES)
         try:
             with self._clients.waiting():
-                request = await asyncio.wait_for(_request(protocol, reader), REQUEST_TIMEOUT_S)
+                async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                    request = await _request(protocol, reader)
         except h11.RemoteProtocolError as error:
             answer, with_body = Answer.of({"error": str(error)}, error.error_status_hint), True
         else:

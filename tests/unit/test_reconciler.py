@@ -370,3 +370,19 @@ def test_check_compares_with_any_wish_and_keeps_none() -> None:
         assert scene.reconciler.pods == {}
 
     assert play(part).jobs.done == ["check"]
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_pod_that_is_woken_as_it_is_to_be_forgotten_is_forgotten(turns: int) -> None:
+    async def part(scene: Scene) -> None:
+        scene.pause_s = 60.0
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync" and not pod.busy.locked())
+        pod.wake.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        forgetting = asyncio.create_task(scene.reconciler.forget(WISH.key))
+        done, _ = await asyncio.wait([forgetting], timeout=5)
+        assert done
+
+    play(part, captured=True)
