@@ -6,6 +6,7 @@ answered by handlers that the daemon gives; a slow or bad client ends alone.
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import socket
@@ -46,21 +47,25 @@ class Server:
         self._http2 = http2
         self._clients = Connections(self._talk, MAX_CLIENTS)
         self._server: asyncio.Server | None = None
+        self._claim = contextlib.ExitStack()
 
     async def start(self) -> None:
         """Listen. A socket left by an agent that died is replaced; one that is served is not.
 
         Raises: EnvironmentLacks.
         """
-        sock = await asyncio.to_thread(_listen, self._path)
+        with contextlib.ExitStack() as claim:
+            claim.callback(os.close, await asyncio.to_thread(_lock, self._path))
+            sock = await asyncio.to_thread(_listen, self._path)
+            self._claim = claim.pop_all()
         serve = self._clients.serve
         self._server = await asyncio.start_unix_server(serve, sock=sock, backlog=BACKLOG)
 
     async def close(self, patience_s: float = 0.0) -> None:
         """Let nobody in any more, and end every connection after at most `patience_s`."""
         if self._server is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
+            with self._claim, contextlib.suppress(OSError):
+                os.unlink(self._path)  # while it is still ours: what is there next may be another's
             await self._clients.close(self._server, patience_s)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -110,9 +115,26 @@ def _peer_uid(writer: asyncio.StreamWriter) -> int:
     return int(UCRED.unpack(raw)[1])
 
 
-def _listen(path: Path) -> socket.socket:
+def _lock(path: Path) -> int:
+    """Be the only agent behind this path until the descriptor is closed or the process ends.
+
+    Connecting alone does not tell: of two that start at once each would replace the other's socket.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise EnvironmentLacks(f"cannot write {path}.lock: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise EnvironmentLacks(f"another agent serves {path}; end it first") from None
+    return lock
+
+
+def _listen(path: Path) -> socket.socket:
+    try:
         with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
             probe.connect(str(path))
             raise EnvironmentLacks(f"another agent serves {path}; end it first")

@@ -233,6 +233,48 @@ def test_server_that_moves_away_answers_those_who_had_connected(tmp_path: Path) 
     asyncio.run(run())
 
 
+@needs_root
+def test_agent_that_follows_while_the_last_one_ends_keeps_its_socket(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+
+    async def follow() -> Server:
+        while True:
+            with contextlib.suppress(EnvironmentLacks):
+                server = Server(path, {"echo": echo})
+                await server.start()
+                return server
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        last = Server(path, {"echo": echo})
+        await last.start()
+        following = asyncio.create_task(follow())
+        await last.close()
+        server = await following
+        assert await ask(path, {"do": "echo", "said": 1}) == {"result": 1}
+        await server.close()
+        assert not path.exists()
+
+    for _ in range(20):
+        asyncio.run(run())
+
+
+@needs_root
+def test_second_agent_is_refused_also_before_the_first_listens(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+
+    async def run() -> None:
+        servers = [Server(path, {"echo": echo}) for _ in range(8)]
+        started = await asyncio.gather(
+            *(server.start() for server in servers), return_exceptions=True
+        )
+        assert [type(one) for one in started if one] == [EnvironmentLacks] * 7
+        assert await ask(path, {"do": "echo", "said": 1}) == {"result": 1}
+        await servers[started.index(None)].close()
+
+    asyncio.run(run())
+
+
 LARGE = bytes(30_000_000)
 
 
