@@ -17,6 +17,11 @@ BUSYBOX = "test.local/busybox:1"
 # Only the links of a merged /usr: mount the machine's /usr into it and run what is installed there.
 HOSTROOT = "test.local/hostroot:1"
 
+# The first process of a sandbox of this one calls the lookout, at once and again and again.
+EAGER = "test.local/eager:1"
+LOOKOUT = {4: "192.0.2.7", 6: "2001:db8::7"}
+LOOKOUT_PORT = 7
+
 BUSYBOX_PATH = Path("/usr/bin/busybox")
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 MEDIA = "application/vnd.oci.image"
@@ -27,6 +32,9 @@ ENVIRONMENT = ["PATH=/bin:/usr/bin:/sbin:/usr/sbin"]
 # A sandbox's first process has to reap children and to end when it is told to.
 SLEEP = 'trap "exit 0" TERM INT; while :; do sleep 86400 & wait $!; done'
 
+TRY = "; ".join(f"nc -w 1 {address} {LOOKOUT_PORT}" for address in LOOKOUT.values())
+CALL_OUT = f'trap "exit 0" TERM INT; while :; do {{ {TRY}; }} </dev/null; sleep 0.7 & wait $!; done'
+
 
 def write(path: Path) -> None:
     """Write the archive. The same busybox gives the same bytes."""
@@ -34,6 +42,7 @@ def write(path: Path) -> None:
     box, bare = _layer(with_busybox=True), _layer(with_busybox=False)
     images = [
         _image(blobs, PAUSE, box, {"Entrypoint": ["/bin/sh", "-c", SLEEP]}),
+        _image(blobs, EAGER, box, {"Entrypoint": ["/bin/sh", "-c", CALL_OUT]}),
         _image(blobs, BUSYBOX, box, {"Cmd": ["/bin/sh"]}),
         _image(blobs, HOSTROOT, bare, {"Cmd": ["/bin/sh"]}),
     ]

@@ -78,26 +78,28 @@ class Node:
         plugins: Sequence[Mapping[str, object]],
         plugin_files: Sequence[Path],
         snapshotter: str,
+        pause: str,
     ) -> None:
         self.base = base
         self.netns = base.name
+        self.subnets = tuple(subnets)
         self.socket = base / "containerd.sock"
         self.conf_dir = base / "cni/net.d"
         self.bin_dir = base / "cni/bin"
         self._binary = containerd
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Any = None
-        self._prepare(plugin_files, snapshotter)
+        self._prepare(plugin_files, snapshotter, pause)
         self.write_conflist(conflist(base, subnets, plugins))
 
-    def _prepare(self, plugin_files: Sequence[Path], snapshotter: str) -> None:
+    def _prepare(self, plugin_files: Sequence[Path], snapshotter: str, pause: str) -> None:
         for folder in ("root", "state", "opt", "runc", "cni/bin", "cni/net.d", "cni/ipam"):
             (self.base / folder).mkdir(parents=True)
         for plugin in CNI_BIN.iterdir():
             (self.bin_dir / plugin.name).symlink_to(plugin)
         for plugin in plugin_files:
             shutil.copy(plugin, self.bin_dir)
-        text = CONFIG.format(base=self.base, pause=images.PAUSE, snapshotter=snapshotter)
+        text = CONFIG.format(base=self.base, pause=pause, snapshotter=snapshotter)
         (self.base / "config.toml").write_text(text)
         images.write(self.base / "images.tar")
         run("ip", "netns", "add", self.netns)
@@ -214,9 +216,12 @@ class Node:
         host_network: bool = False,
         privileged: bool = False,
         attempt: int = 0,
+        run_as: int = 0,
         timeout_s: float = 30.0,
     ) -> Pod:
         """Start a sandbox as a kubelet would; returns when the CNI chain is through.
+
+        `run_as` is the user of its first process.
 
         Raises: grpc.RpcError with what the runtime or a plugin said.
         """
@@ -229,6 +234,7 @@ class Node:
             host_network=host_network,
             privileged=privileged,
             attempt=attempt,
+            run_as=run_as,
         )
         made = self.call("RunPodSandbox", timeout_s=timeout_s, config=config).pod_sandbox_id
         return self._described(made, config)
@@ -244,6 +250,7 @@ class Node:
         host_network: bool,
         privileged: bool,
         attempt: int,
+        run_as: int,
     ) -> dict[str, Any]:
         usual = {"pod.name": name, "pod.namespace": namespace, "pod.uid": uid}
         return {
@@ -258,6 +265,7 @@ class Node:
                 "cgroup_parent": f"/{self.base.name}/pod{uid}",
                 "security_context": {
                     "namespace_options": {"network": 2 if host_network else 0, "pid": 1},
+                    "run_as_user": {"value": run_as},
                     "privileged": privileged,
                     "seccomp": {"profile_type": 1},
                 },
@@ -367,11 +375,13 @@ def containerd_node(
     plugins: Sequence[Mapping[str, object]] = (),
     plugin_files: Sequence[Path] = (),
     snapshotter: str = "overlayfs",
+    pause: str = images.PAUSE,
     started: bool = True,
 ) -> Iterator[Node]:
     """Make a node, start it (or leave that to the caller), and remove it with all its pods.
 
     `plugins` are the confs of the plugins chained behind the bridge, `plugin_files` their programs.
+    `pause` is the image of the first process of every pod.
     """
     base = Path(tempfile.mkdtemp(prefix=PREFIX, dir="/tmp"))  # short: a socket path has 107 bytes
     sweeper = subprocess.Popen(
@@ -388,6 +398,7 @@ def containerd_node(
             plugins=plugins,
             plugin_files=plugin_files,
             snapshotter=snapshotter,
+            pause=pause,
         )
         if started:
             node.start()

@@ -16,7 +16,8 @@ Int64Value: value 1 int64
 NamespaceOption: network 1 int32, pid 2 int32, ipc 3 int32
 SecurityProfile: profile_type 1 int32
 PodSandboxMetadata: name 1 string, uid 2 string, namespace 3 string, attempt 4 uint32
-SandboxSecurity: namespace_options 1 NamespaceOption, privileged 6 bool, seccomp 9 SecurityProfile
+SandboxSecurity: namespace_options 1 NamespaceOption, run_as_user 3 Int64Value, \
+privileged 6 bool, seccomp 9 SecurityProfile
 LinuxPodSandboxConfig: cgroup_parent 1 string, security_context 2 SandboxSecurity, sysctls 3 map
 DNSConfig: servers 1 *string, searches 2 *string, options 3 *string
 PodSandboxConfig: metadata 1 PodSandboxMetadata, hostname 2 string, log_directory 3 string, \

@@ -17,6 +17,9 @@ import yaml
 
 from agent.cli.agent_client import AgentClient
 from agent.cni import plugin
+from agent.kernel.netns import Netns
+from tests.support.calls import nsenter
+from tests.support.netns import path_of
 
 ROOT = Path(__file__).parents[2]
 INJECTED = {"sidecar.istio.io/status": "{}"}
@@ -31,9 +34,13 @@ def free_port() -> int:
 
 
 class Agent:
-    """An agent in a folder of its own; started and ended as often as a test likes."""
+    """An agent in a folder of its own; started and ended as often as a test likes.
 
-    def __init__(self, folder: Path, **config: object) -> None:
+    `netns` is the name of the network namespace that is the node to it, if not the machine's own.
+    """
+
+    def __init__(self, folder: Path, netns: str | None = None, /, **config: object) -> None:
+        self.netns = netns
         self.socket = folder / "agent.sock"
         self.ports = {name: free_port() for name in ("health", "status")}
         self._config = folder / "agent.yaml"
@@ -54,20 +61,21 @@ class Agent:
         written.write_text(yaml.safe_dump(document))
         written.replace(self._config)
 
-    def start(self, *, ready: bool = True) -> None:
-        """Start it and wait until it answers, and until it is ready unless it cannot be yet."""
-        command = [
-            *self.prefix,
-            sys.executable,
-            "-m",
-            "agent.cli.main",
-            "run",
-            "--config",
-            str(self._config),
-        ]
-        self.process = subprocess.Popen(command, cwd=ROOT)
-        wait_for(self.socket.exists)
+    def start(self, checkout: Path = ROOT, *, ready: bool = True) -> None:
+        """Start the agent that is in a folder, and return when it is ready, or answers at least."""
+        self.process = self.launch(checkout)
         wait_for(lambda: self.status()["ready"] or not ready)
+
+    def launch(self, checkout: Path = ROOT) -> subprocess.Popen[bytes]:
+        """Start a process of the agent; it may be one too many."""
+        return subprocess.Popen(
+            [
+                *(nsenter(self.netns) if self.netns else ()),
+                *self.prefix,
+                *(sys.executable, "-m", "agent.cli.main", "run", "--config", str(self._config)),
+            ],
+            cwd=checkout,
+        )
 
     def tell(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -79,8 +87,6 @@ class Agent:
         assert self.process is not None
         code = self.process.wait(20)
         self.process = None
-        if number == signal.SIGKILL:
-            self.socket.unlink()
         return code
 
     def kill(self) -> None:
@@ -109,11 +115,10 @@ class Agent:
 
     def get(self, where: str, path: str) -> tuple[int, str]:
         url = f"http://127.0.0.1:{self.ports[where]}{path}"
-        try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        if self.netns is None:
+            return get(url)
+        with Netns.open(path_of(self.netns)) as node:
+            return node.run(lambda: get(url))
 
     def cni(
         self,
@@ -154,19 +159,32 @@ class Agent:
         return done.returncode, json.loads(done.stdout) if done.stdout else None
 
 
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
 def wait_for(condition: Callable[[], object], timeout_s: float = 20) -> None:
+    """Return as soon as `condition` holds. Raises: AssertionError, saying what it failed with."""
     deadline = time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(Exception):
+        failure: Exception | None = None
+        try:
             if condition():
                 return
-        assert time.monotonic() < deadline, "it did not happen"
+        except Exception as error:
+            failure = error
+        if time.monotonic() > deadline:
+            raise AssertionError("it did not happen") from failure
         time.sleep(0.02)
 
 
 @contextlib.contextmanager
-def running(folder: Path, **config: object) -> Iterator[Agent]:
-    agent = Agent(folder, **config)
+def running(folder: Path, netns: str | None = None, /, **config: object) -> Iterator[Agent]:
+    agent = Agent(folder, netns, **config)
     try:
         agent.start()
         yield agent

@@ -102,6 +102,41 @@ def client(namespace: str | Path, *, uid: int, gid: int) -> Iterator[Client]:
         yield Client(process)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """How a connection fared that was to last. `error` is empty if it was open to the end."""
+
+    ticks: int
+    error: str
+    status: int = 0
+
+
+class Follower:
+    """Some connections on which something arrives all the time."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def stop(self) -> list[Followed]:
+        """Stop and say how each connection fared, in the order of the calls."""
+        said, _ = self._process.communicate("enough\n")
+        return [Followed(**one) for one in json.loads(said)]
+
+
+@contextlib.contextmanager
+def follower(namespace: str | Path, *targets: Mapping[str, object], uid: int) -> Iterator[Follower]:
+    """Hold a connection to each target; all have been answered when the block starts."""
+    command = _web(namespace, "follow", "--uid", str(uid), "--gid", str(uid))
+    with running(command, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(targets) + "\n")
+        process.stdin.flush()
+        if process.stdout.readline() != f"{web.READY}\n":
+            raise AssertionError("the connections were not made, see stderr")
+        yield Follower(process)
+
+
 @contextlib.contextmanager
 def server(namespace: str | Path, name: str, port: int, *, uid: int) -> Iterator[None]:
     """Run a server that answers on both families before the block starts."""
@@ -120,7 +155,6 @@ def _web(namespace: str | Path, *arguments: str) -> tuple[str, ...]:
 
 def nsenter(namespace: str | Path) -> tuple[str, ...]:
     """Return what goes before a command that is to run in a namespace."""
-    # A path under another root takes no notice of the folder of names.
     return ("nsenter", f"--net={netns.path_of(str(namespace))}", "--")
 
 

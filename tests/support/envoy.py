@@ -183,7 +183,9 @@ def _http(name: str, routes: list[Json]) -> Json:
 
 
 def _route(cluster: str, domain: str) -> Json:
-    to_cluster = {"match": {"prefix": "/"}, "route": {"cluster": cluster}}
+    # As in the mesh an answer may take as long as it likes; Envoy's own limit is 15 seconds.
+    route = {"cluster": cluster, "timeout": "0s"}
+    to_cluster = {"match": {"prefix": "/"}, "route": route}
     return {"name": cluster, "domains": [domain], "routes": [to_cluster]}
 
 

@@ -18,8 +18,8 @@ def run(*command: str, stdin: str | None = None, check: bool = True) -> str:
 
 
 def inside(namespace: str, *command: str, stdin: str | None = None, check: bool = True) -> str:
-    """Run a command in a named namespace and return its output."""
-    path = f"/run/netns/{namespace}"
+    """Run a command in a namespace, given by name or path, and return its output."""
+    path = path_of(namespace)
     return run("nsenter", f"--net={path}", "--", *command, stdin=stdin, check=check)
 
 
@@ -37,6 +37,7 @@ def namespace(label: str = "t", *, lo_up: bool = True) -> Iterator[str]:
 
 
 def path_of(name: str) -> Path:
+    """Return where a namespace is; what is a path already stays one."""
     return Path("/run/netns") / name
 
 
