@@ -17,11 +17,11 @@ PACKAGES := iptables nftables libnftables1 libxtables12 libip4tc2 libip6tc2 \
 LOCKS := requirements-build.lock requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check fmt bench fuzz lock proto clean system
+.PHONY: help run test test-containerd check fmt bench fuzz lock proto clean system
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' Makefile
 
 run: $(VENV)/installed ## show the agent at work, on a pod and on a node, both thrown away (root)
 	$(RUN) -m tests.e2e.demo
@@ -29,6 +29,13 @@ run: $(VENV)/installed ## show the agent at work, on a pod and on a node, both t
 test: check ## run the checks and all tests; without root the netns tests are skipped
 	$(RUN) -m pytest
 	@[ "$$(id -u)" = 0 ] || echo 'The netns tests were skipped: they need root (sudo make test).'
+
+test-containerd: $(VENV)/installed ## run the tests of real pods on containerd 1.7 and 2.1, or on VERSION=... (root)
+	@set -e; for version in $(or $(VERSION),1.7 2.1); do \
+		binary=$$($(RUN) -m tests.containerd.fetch $$version build/containerd); \
+		echo "containerd $$version: $$binary"; \
+		IT_CONTAINERD="$$PWD/$$binary" $(RUN) -m pytest tests/containerd; \
+	done
 
 check: $(VENV)/installed ## lint, look at the formatting and check the types
 	$(RUN) -m ruff check
