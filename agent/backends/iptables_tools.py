@@ -44,6 +44,33 @@ def read_saves(session: Session, flavour: str, families: Sequence[Family]) -> di
     return found
 
 
+def read_printable(
+    session: Session, flavour: str, families: Sequence[Family]
+) -> tuple[dict[Family, Ruleset], tuple[tuple[Family, str, str], ...]]:
+    """Return what the tools can print, and (family, table, why) of what they cannot.
+
+    A tool says of a table that native rules are in it by a comment, exits 0 and goes on (field
+    report 34); an empty table name stands for all of them.
+    """
+    calls = [tools.Call((require_tool(family, flavour, "save"),)) for family in families]
+    found, lacking = {}, []
+    for family, done in zip(families, tools.run(session.netns, calls), strict=True):
+        tool = done.call.command[0].rpartition("/")[2]
+        lacking += [
+            (family, table, f"{tool} cannot print it: it holds rules that only nft can write")
+            for table in iptables_save.incompatible(done.stdout)
+        ]
+        if done.status:
+            lacking.append((family, "", done.failure()))
+            continue
+        try:
+            text = iptables_save.without_incompatible(done.stdout)
+            found[family] = iptables_save.parse(text, family)
+        except iptables_save.SaveTextError as error:
+            lacking.append((family, "", f"{tool} printed what cannot be understood: {error}"))
+    return found, tuple(lacking)
+
+
 def parse_save(text: str, family: Family, tool: str) -> Ruleset:
     try:
         return _parse(text, family)

@@ -19,6 +19,7 @@ COMMANDS = {
     "proxy": "ask the proxy of a pod: ready, listeners, clusters, certs",
     "doctor": "tell what on this node keeps the agent from working, or may",
     "explain": "tell on one page whether a pod is captured, why, and what to do",
+    "scan": "find what somebody left behind on this node",
     "run": "run the agent of this node",
     "pods": "list the pods that the running agent knows",
     "status": "show how the running agent is",

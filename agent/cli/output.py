@@ -22,6 +22,11 @@ def paint(text: str, colour: str) -> str:
     return f"\033[{colour}m{text}\033[0m"
 
 
+def watched() -> bool:
+    """Whether a person sees what goes to stderr while it goes on."""
+    return sys.stderr.isatty() and sys.stdout.isatty()
+
+
 def add_output_option(parser: argparse.ArgumentParser, *flags: str) -> None:
     parser.add_argument(
         *flags,

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import re
 import sys
+from typing import NamedTuple
 
 from agent.kernel.legacy_tables import LegacyEye
 from agent.kernel.netlink import NETLINK_NETFILTER, NetlinkSocket, attributes
@@ -22,7 +23,10 @@ NFT_MSG_GETTABLE, NFT_MSG_GETCHAIN, NFT_MSG_GETRULE, NFT_MSG_GETSET = 1, 4, 7, 1
 NFGENMSG_SIZE = 4
 NFTA_TABLE_FLAGS = 2
 NFTA_CHAIN_NAMES = (1, 3)  # of its table, and its own
-NFPROTO_INET, XTABLES_FAMILIES = 1, (2, 10)  # linux/netfilter.h; IPv4 and IPv6
+NFTA_TABLE_NAME, NFTA_CHAIN_HOOK = 1, 4
+# linux/netfilter.h, by the names that nft gives to them.
+NFT_FAMILIES = {1: "inet", 2: "ip", 3: "arp", 5: "netdev", 7: "bridge", 10: "ip6"}
+XTABLES_FAMILIES = ("ip", "ip6")
 NO_NFTABLES = (errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)
 
 # A counter expression: its name, then bytes and packets as big-endian 64-bit numbers. Whether the
@@ -40,6 +44,15 @@ NFT_CHAIN_COUNTERS = re.compile(
 NFT_QUOTA = re.compile(
     rb"(\x0a\x00\x01\x00quota\x00\x00\x00.{4}\x0c\x00\x01\x00.{8}\x0c\x00\x04\x00).{8}", re.DOTALL
 )
+
+
+class NftChain(NamedTuple):
+    """A chain of nf_tables, and whether the kernel calls it (a base chain)."""
+
+    family: str
+    table: str
+    name: str
+    hooked: bool
 
 
 class FilterEye:
@@ -75,8 +88,8 @@ class FilterEye:
         Raises: OSError.
         """
         found = set()
-        for family, place, chain in self._nft_chains():
-            if (family, place) == (NFPROTO_INET, table):
+        for family, place, chain, _ in self.nft_chains():
+            if (family, place) == ("inet", table):
                 found.add("nftables")
             elif family in XTABLES_FAMILIES and chain.startswith(prefix):
                 found.add("iptables-nft")
@@ -85,21 +98,32 @@ class FilterEye:
                 found.add("iptables-legacy")
         return frozenset(found)
 
-    def _nft_chains(self) -> list[tuple[int, str, str]]:
-        """Return family, table and name of every chain; none from a kernel without nf_tables."""
-        kind = (NFNL_SUBSYS_NFTABLES << 8) | NFT_MSG_GETCHAIN
+    def nft_tables(self) -> list[tuple[str, str]]:
+        """Return family and name of every table. Raises: OSError."""
+        found = []
+        for payload in self._nft_dump(NFT_MSG_GETTABLE):
+            name = attributes(payload, NFGENMSG_SIZE)[NFTA_TABLE_NAME]
+            found.append((_family(payload), name.rstrip(b"\0").decode()))
+        return found
+
+    def nft_chains(self) -> list[NftChain]:
+        """Return every chain. Raises: OSError."""
+        chains = []
+        for payload in self._nft_dump(NFT_MSG_GETCHAIN):
+            found = attributes(payload, NFGENMSG_SIZE)
+            table, chain = (found[n].rstrip(b"\0").decode() for n in NFTA_CHAIN_NAMES)
+            chains.append(NftChain(_family(payload), table, chain, NFTA_CHAIN_HOOK in found))
+        return chains
+
+    def _nft_dump(self, kind: int) -> list[bytes]:
+        """Return the messages of a dump; none from a kernel without nf_tables."""
         try:
-            messages = self.netfilter.dump(kind, bytes(NFGENMSG_SIZE))
+            messages = self.netfilter.dump(NFNL_SUBSYS_NFTABLES << 8 | kind, bytes(NFGENMSG_SIZE))
         except OSError as error:
             if error.errno in NO_NFTABLES:
                 return []
             raise
-        chains = []
-        for message in messages:
-            found = attributes(message.payload, NFGENMSG_SIZE)
-            table, chain = (found[n].rstrip(b"\0").decode() for n in NFTA_CHAIN_NAMES)
-            chains.append((message.payload[0], table, chain))
-        return chains
+        return [message.payload for message in messages]
 
     def _nft_objects(self, kind: int) -> bytes:
         request = bytes(NFGENMSG_SIZE)
@@ -124,6 +148,10 @@ class FilterEye:
     def close(self) -> None:
         self.netfilter.close()
         self.legacy.close()
+
+
+def _family(payload: bytes) -> str:
+    return NFT_FAMILIES.get(payload[0], str(payload[0]))
 
 
 def _owner(part: bytes) -> bytes:

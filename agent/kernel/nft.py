@@ -17,6 +17,9 @@ class NftDoor(Protocol):
     def list_ruleset(self) -> list[dict[str, Any]]:
         """Return all objects. Raises: StateUnreadable."""
 
+    def list_table(self, family: str, name: str) -> str:
+        """Return a table as a script that makes it. Raises: StateUnreadable."""
+
     def close(self) -> None: ...
 
 
@@ -34,6 +37,12 @@ class LibraryDoor:
             return _objects(self._nft.run("list ruleset", json=True))
         except KernelRejected as error:
             raise StateUnreadable(f"cannot list nf_tables: {error}") from error
+
+    def list_table(self, family: str, name: str) -> str:
+        try:
+            return self._nft.run(f"list table {family} {name}")
+        except KernelRejected as error:
+            raise StateUnreadable(f"cannot list table {family} {name}: {error}") from error
 
     def close(self) -> None:
         self._nft.close()
@@ -57,6 +66,14 @@ class ToolDoor:
         if done.status:
             raise StateUnreadable(f"cannot list nf_tables: {done.failure()}")
         return _objects(done.stdout)
+
+    def list_table(self, family: str, name: str) -> str:
+        (done,) = tools.run(
+            self._netns, [tools.Call((self._tool, "-n", "list", "table", family, name))]
+        )
+        if done.status:
+            raise StateUnreadable(f"cannot list table {family} {name}: {done.failure()}")
+        return done.stdout
 
     def close(self) -> None:
         return

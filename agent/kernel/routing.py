@@ -48,11 +48,14 @@ LO_INDEX = 1  # the kernel gives lo the first index in every namespace (LOOPBACK
 IPV6_CONF = Path("/proc/sys/net/ipv6/conf")
 
 
-def read_routes(rtnl: NetlinkSocket) -> tuple[Route, ...]:
-    """Return what could be a capture's: fwmark rules, local default routes, addresses on lo."""
+def read_routes(rtnl: NetlinkSocket, *, masked: bool = False) -> tuple[Route, ...]:
+    """Return what could be a capture's: fwmark rules, local default routes, addresses on lo.
+
+    With `masked` also the rules that look at a part of the mark, as others than a sidecar's do.
+    """
     found: list[Route] = []
     for family in Family:
-        found += _policy_rules(rtnl, family)
+        found += _policy_rules(rtnl, family, masked=masked)
         found += _local_routes(rtnl, family)
     found += _addresses(rtnl)
     return tuple(found)
@@ -70,8 +73,8 @@ def change(rtnl: NetlinkSocket, remove: Iterable[Route], add: Iterable[Route]) -
         _request(rtnl, "add", route, ignore=(errno.EEXIST,))
 
 
-def _policy_rules(rtnl: NetlinkSocket, family: Family) -> Iterator[PolicyRule]:
-    """Yield the rules that select by their whole mark alone; any other selector is somebody's."""
+def _policy_rules(rtnl: NetlinkSocket, family: Family, *, masked: bool) -> Iterator[PolicyRule]:
+    """Yield the rules that select by their mark alone; any other selector is somebody's."""
     for message in _dump(rtnl, RTM_GETRULE, RTMSG.pack(AF[family], 0, 0, 0, 0, 0, 0, 0, 0)):
         _, dst_len, src_len, tos, table, _, _, action, flags = RTMSG.unpack_from(message)
         found = attributes(message, RTMSG.size)
@@ -80,11 +83,13 @@ def _policy_rules(rtnl: NetlinkSocket, family: Family) -> Iterator[PolicyRule]:
         if action != FR_ACT_TO_TBL or flags & FIB_RULE_INVERT or set(found) - FRA_PLAIN:
             continue
         whole = WORD.pack(FULL_MASK)  # which also stands for "suppresses nothing"
-        if any(found.get(a, whole) != whole for a in (FRA_FWMASK, FRA_SUPPRESS_PREFIXLEN)):
+        mask = found.get(FRA_FWMASK, whole)
+        if found.get(FRA_SUPPRESS_PREFIXLEN, whole) != whole or not (masked or mask == whole):
             continue
         table = WORD.unpack(found[FRA_TABLE])[0] if FRA_TABLE in found else table
         priority = WORD.unpack(found[FRA_PRIORITY])[0] if FRA_PRIORITY in found else 0
-        yield PolicyRule(family, WORD.unpack(found[FRA_FWMARK])[0], table, priority)
+        mark = WORD.unpack(found[FRA_FWMARK])[0]
+        yield PolicyRule(family, mark, table, priority, WORD.unpack(mask)[0])
 
 
 def _local_routes(rtnl: NetlinkSocket, family: Family) -> Iterator[LocalRoute]:
@@ -137,7 +142,7 @@ def _message(route: Route) -> tuple[int, int, bytes]:
     family = AF[route.family]
     if isinstance(route, PolicyRule):
         head = RTMSG.pack(family, 0, 0, 0, 0, 0, 0, FR_ACT_TO_TBL, 0)
-        words = {FRA_FWMARK: route.mark, FRA_FWMASK: FULL_MASK, FRA_TABLE: route.table}
+        words = {FRA_FWMARK: route.mark, FRA_FWMASK: route.mask, FRA_TABLE: route.table}
         if route.priority is not None:
             words[FRA_PRIORITY] = route.priority
         body = b"".join(attribute(kind, WORD.pack(word)) for kind, word in words.items())

@@ -34,10 +34,12 @@ TPROXY_CHAIN = Target("ISTIO_TPROXY")
 IN_REDIRECT = Target("ISTIO_IN_REDIRECT")
 REDIRECT = Target("ISTIO_REDIRECT")
 
+WHOLE_MARK = 0xFFFFFFFF
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyRule:
-    """`ip rule`: packets with this mark are routed by this table.
+    """`ip rule`: packets with this mark, of the bits in `mask`, are routed by this table.
 
     `priority` is known of one that is there, and says nothing about whether two are the same.
     """
@@ -46,9 +48,11 @@ class PolicyRule:
     mark: int
     table: int
     priority: int | None = field(default=None, compare=False)
+    mask: int = WHOLE_MARK
 
     def command(self) -> str:
-        return f"ip -{self.family.version} rule add fwmark {self.mark} lookup {self.table}"
+        mark = str(self.mark) if self.mask == WHOLE_MARK else f"{self.mark:#x}/{self.mask:#x}"
+        return f"ip -{self.family.version} rule add fwmark {mark} lookup {self.table}"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,0 +1,326 @@
+"""Findings about captures of Istio's kind: unwanted, leading nowhere, torn, in the wrong place."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from agent.formats.iptables_save import render_rule
+from agent.leftovers import catalogue
+from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
+from agent.leftovers.flaws import flaws, one_sided, shadows
+from agent.leftovers.look import OWN_TABLES, NativeTable, Seen
+from agent.leftovers.node import Node, PodFact, running
+from agent.leftovers.owner import Role
+from agent.leftovers.reach import Goal, goals
+from agent.model.plan import LocalRoute, PolicyRule, Route
+from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
+from agent.model.state import NFTABLES
+from agent.model.wanted import PASSTHROUGH, captures
+
+NATIVE_GOAL = re.compile(r"(redirect to|tproxy (?:ip |ip6 )?to) \S*:(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All captures of one namespace, however they were made."""
+
+    seen: Seen
+    parts: Mapping[str, Rulesets]
+    native: tuple[NativeTable, ...]
+    pod: PodFact | None
+    command: str
+    targets: Counter[tuple[Family | None, Goal]] = field(default_factory=Counter)
+
+    @property
+    def ambient(self) -> bool:
+        native = any(table.name.startswith("istio-ambient-") for table in self.native)
+        return native or any(
+            chain.name in ("ISTIO_PRERT", "ISTIO_POSTRT")
+            for parts in self.parts.values()
+            for ruleset in parts.values()
+            for table in ruleset.tables
+            for chain in table.chains
+        )
+
+    @property
+    def owner(self) -> str:
+        if self.ambient:
+            return "istio-ambient"
+        return "intercept-agent" if set(self.parts) == {NFTABLES} else "istio"
+
+    def where(self) -> Where:
+        families = {f for parts in self.parts.values() for f in parts}
+        tables = {t.name for p in self.parts.values() for r in p.values() for t in r.tables}
+        backends = [
+            *self.parts,
+            *([NFTABLES] if self.native and NFTABLES not in self.parts else []),
+        ]
+        return Where(
+            netns=self.seen.name,
+            pod=self.pod.title if self.pod else "",
+            family=",".join(f.value for f in Family if f in families),
+            backend=",".join(backends),
+            table=",".join(sorted(tables | {f"{t.family} {t.name}" for t in self.native})),
+        )
+
+    def objects(self) -> tuple[str, ...]:
+        named: dict[str, None] = {}
+        for backend, parts in self.parts.items():
+            for ruleset in parts.values():
+                for table in ruleset.tables:
+                    for chain in table.chains:
+                        if chain.name not in BUILTIN_CHAINS.get(table.name, ()):
+                            named[chain.name] = None
+                            continue
+                        for rule in chain.rules:
+                            named[f"-t {table.name} {render_rule(chain.name, rule)}"] = None
+            named |= {f"table inet {t}": None for t, b in OWN_TABLES.items() if b == backend}
+        named |= {f"table {t.family} {t.name}": None for t in self.native}
+        return tuple(named)
+
+    def size(self) -> str:
+        rules = sum(r.rule_count() for parts in self.parts.values() for r in parts.values())
+        rules += sum(len(re.findall(r"(?m)^\t\t\S", t.text)) for t in self.native)
+        return f"{rules} capture rules in {' and '.join(self.where().backend.split(','))}"
+
+    def takes(self) -> Takes:
+        """What taking all of it away takes: rules, tables, and the routes that only it needs."""
+        return Takes(
+            capture=bool(self.parts),
+            tables=frozenset((t.family, t.name) for t in self.native),
+            routes=tuple(r for r in self.seen.state.routes if _is_capture_route(r)),
+        )
+
+
+def find(seen: Seen, pod: PodFact | None, command: str) -> Found | None:
+    """Return the captures of a namespace, or None; `command` says how to name it to a command."""
+    parts = captures(seen.state)
+    native = tuple(
+        table
+        for table in seen.tables
+        if table.name not in OWN_TABLES
+        and (owner := catalogue.owner_of_table(table.family, table.name))
+        and owner.role is Role.CAPTURE
+    )
+    if not parts and not native:
+        return None
+    targets: Counter[tuple[Family | None, Goal]] = Counter()
+    for rulesets in parts.values():
+        for family, ruleset in rulesets.items():
+            targets.update({(family, goal): n for goal, n in goals(ruleset).items()})
+    for table in native:
+        for how, port in NATIVE_GOAL.findall(table.text):
+            targets[None, Goal("tcp", int(port), how.startswith("tproxy"))] += 1
+    return Found(seen=seen, parts=parts, native=native, pod=pod, command=command, targets=targets)
+
+
+def on_pod(found: Found) -> Iterator[Finding]:
+    """Yield what is wrong with the captures of a namespace that is not the node's own."""
+    closed = unanswered(found)
+    wants = found.pod.wants if found.pod else None
+    if wants is False and found.pod and not (found.ambient and not closed):
+        yield _stale(found, found.pod)
+    if closed:
+        yield _blackhole(found, closed, wants=wants)
+    yield from _partial(found, wants=wants)
+    if len(found.parts) > 1:
+        yield _doubled(found)
+
+
+def on_host(found: Found, node: Node) -> Iterator[Finding]:
+    """Yield the finding about mesh rules in the node's own namespace.
+
+    The ambient agent has one chain there by design, as long as it lives.
+    """
+    names = {o for o in found.objects() if o.startswith("ISTIO_")}
+    agent = catalogue.by_name("istio-ambient")
+    if names == {"ISTIO_POSTRT"} and running(agent, node):
+        return
+    closed = unanswered(found)
+    yield Finding(
+        kind=Kind.HOST_RULES,
+        severity=Severity.CRITICAL if found.targets else Severity.WARNING,
+        where=found.where(),
+        objects=found.objects(),
+        owner=found.owner,
+        evidence=(found.size(), *(evidence for _, evidence in closed)),
+        explanation="Rules of a mesh are in the node's own network namespace, where they meet the "
+        "traffic of the node and of every pod that shares its network. A capture belongs into a "
+        "pod's namespace.",
+        fix=_clean(found.command, Kind.HOST_RULES),
+        takes=found.takes(),
+    )
+
+
+# --- each kind ------------------------------------------------------------------------------------
+
+
+def unanswered(found: Found) -> list[tuple[Goal, str]]:
+    """Return the ports that the rules lead to and nobody listens on, with the evidence."""
+    listeners = found.seen.listeners
+    if listeners is None:
+        return []
+    closed: dict[Goal, list[str]] = {}
+    rules: Counter[Goal] = Counter()
+    for (family, goal), count in sorted(found.targets.items(), key=lambda item: item[0][1]):
+        here = [s for s in listeners if s.protocol == goal.protocol and s.local[1] == goal.port]
+        version = family.version if family else None
+        fitting = [s for s in here if version in (None, s.local[0].version) or s.dual]
+        if goal.transparent:
+            fitting = [s for s in fitting if s.transparent]
+        if not fitting:
+            closed.setdefault(goal, []).append(family.value if family else "nftables")
+            rules[goal] += count
+    return [
+        (
+            goal,
+            f"nobody listens on {goal} ({', '.join(families)}), to which {rules[goal]} "
+            f"{'rule sends' if rules[goal] == 1 else 'rules send'} traffic",
+        )
+        for goal, families in closed.items()
+    ]
+
+
+def _stale(found: Found, pod: PodFact) -> Finding:
+    return Finding(
+        kind=Kind.STALE_CAPTURE,
+        severity=Severity.WARNING,
+        where=found.where(),
+        objects=found.objects(),
+        owner=found.owner,
+        evidence=(found.size(), pod.reason),
+        explanation="The pod's labels and annotations do not ask for a capture (any more), but its "
+        "rules are still there: its traffic goes on through the proxy for as long as that runs.",
+        fix=_clean(found.command, Kind.STALE_CAPTURE),
+        takes=found.takes(),
+    )
+
+
+def _blackhole(found: Found, closed: list[tuple[Goal, str]], *, wants: bool | None) -> Finding:
+    ports = ", ".join(str(goal) for goal, _ in closed)
+    what = f"New connections are sent to {ports}, where nobody listens, and are refused. "
+    if wants:
+        return Finding(
+            kind=Kind.BLACKHOLE,
+            severity=Severity.WARNING,
+            where=found.where(),
+            objects=found.objects(),
+            owner=found.owner,
+            evidence=(found.size(), *(said for _, said in closed)),
+            explanation=what + "The pod asks for its capture, so it is the proxy that is missing: "
+            "it has not started yet, or has ended.",
+            fix=f"intercept-agent check {found.command} --probe",
+        )
+    if wants is False and found.pod:
+        why = f"Nobody needs these rules: {found.pod.reason}."
+    else:
+        why = "If no proxy is to start there again, the rules are left over."
+    return Finding(
+        kind=Kind.BLACKHOLE,
+        severity=Severity.CRITICAL,
+        where=found.where(),
+        objects=found.objects(),
+        owner=found.owner,
+        evidence=(found.size(), *(said for _, said in closed)),
+        explanation=what + why,
+        fix=_clean(found.command, Kind.BLACKHOLE),
+        takes=found.takes(),
+    )
+
+
+def _partial(found: Found, *, wants: bool | None) -> Iterator[Finding]:
+    said: dict[str, None] = {}
+    for backend, parts in found.parts.items():
+        for family, ruleset in parts.items():
+            said |= {f"{backend} {family.value}: {flaw}": None for flaw in flaws(ruleset)}
+    said |= dict.fromkeys(_one_sided(found))
+    if said:
+        yield _torn(found, tuple(said), wants=wants)
+    shaded = tuple(
+        f"{backend} {family.value}: a rule of somebody else stands before the capture, at position "
+        f"{position} of {table} {chain}: -t {table} {render_rule(chain, rule)}"
+        for backend in found.parts
+        for family, ruleset in found.seen.state.of(backend).items()
+        for table, chain, position, rule in shadows(ruleset)
+    )
+    if shaded:
+        yield _shadowed(found, shaded)
+
+
+def _one_sided(found: Found) -> tuple[str, ...]:
+    """Return what only one family's capture leaves open, over all backends together."""
+    if found.native:
+        return ()
+    together: dict[Family, Ruleset] = {}
+    for parts in found.parts.values():
+        for family, ruleset in parts.items():
+            if family not in together or not goals(together[family]):
+                together[family] = ruleset
+    return one_sided(together, found.seen.addressed)
+
+
+def _torn(found: Found, said: tuple[str, ...], *, wants: bool | None) -> Finding:
+    stays = bool(wants)
+    return Finding(
+        kind=Kind.PARTIAL_CAPTURE,
+        severity=Severity.WARNING,
+        where=found.where(),
+        objects=found.objects(),
+        owner=found.owner,
+        evidence=(found.size(), *said),
+        explanation="A part of the capture is missing or in the wrong place, so some traffic goes "
+        "past the proxy, or to it and no further.",
+        fix=f"intercept-agent check {found.command}"
+        if stays
+        else _clean(found.command, Kind.PARTIAL_CAPTURE),
+        takes=Takes() if stays else found.takes(),
+    )
+
+
+def _shadowed(found: Found, said: tuple[str, ...]) -> Finding:
+    return Finding(
+        kind=Kind.PARTIAL_CAPTURE,
+        severity=Severity.WARNING,
+        where=found.where(),
+        objects=tuple(line.rpartition(": ")[2] for line in said),
+        owner="unknown",
+        evidence=said,
+        explanation="A rule that is not the mesh's runs before the capture and ends the walk, so "
+        "what it matches is not captured. Whose it is cannot be told, and `clean` leaves it.",
+        fix=f"intercept-agent check {found.command}",
+    )
+
+
+def _doubled(found: Found) -> Finding:
+    counts = {
+        backend: sum(ruleset.rule_count() for ruleset in parts.values())
+        for backend, parts in found.parts.items()
+    }
+    return Finding(
+        kind=Kind.MIXED_BACKENDS,
+        severity=Severity.WARNING,
+        where=found.where(),
+        objects=found.objects(),
+        owner=found.owner,
+        evidence=tuple(f"{count} capture rules in {name}" for name, count in counts.items()),
+        explanation="A capture is loaded in more than one backend. The kernel asks both, and for "
+        "each connection the one that was loaded last decides: altering the other has no effect.",
+        fix=f"intercept-agent apply {found.command} (with the settings it is to have) leaves one; "
+        f"{_clean(found.command, Kind.MIXED_BACKENDS)} takes out both",
+        takes=found.takes() if not (found.pod and found.pod.wants) else Takes(),
+    )
+
+
+def _is_capture_route(route: Route) -> bool:
+    if isinstance(route, PolicyRule):
+        owner = catalogue.owner_of_policy(route.mark, route.mask, route.table)
+    elif isinstance(route, LocalRoute):
+        owner = catalogue.owner_of_route_table(route.table)
+    else:
+        return route == PASSTHROUGH
+    return owner is not None and owner.role is Role.CAPTURE
+
+
+def _clean(command: str, kind: Kind) -> str:
+    return f"intercept-agent clean {command} --only {kind.value}"

@@ -1,0 +1,384 @@
+"""Who puts what into a node's kernel, and what proves that they are still there. Data only.
+
+A pattern is one of shells (`*`, `?`). Chains are `TABLE/CHAIN`, tables of nf_tables `FAMILY NAME`,
+pins are paths below a bpf file system. The first owner that fits has it, so those of whom nothing
+is ever a leftover come first. To look somebody up: `owner_of_chain`, `owner_of_table`, `by_name`.
+
+Each fact has been taken from the source that its row names.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import translate
+from functools import lru_cache
+
+from agent.leftovers.owner import Owner, Role
+
+K3S = ("k3s", "k3s-server", "k3s-agent", "rke2", "kubelite")
+
+OWNERS: tuple[Owner, ...] = (
+    Owner(
+        name="kubelet",
+        title="the kubelet",
+        role=Role.NEVER,
+        source="kubernetes pkg/kubelet/kubelet_network_linux.go; KEP-3178",
+        chains=("*/KUBE-KUBELET-CANARY", "mangle/KUBE-IPTABLES-HINT", "filter/KUBE-FIREWALL"),
+        processes=("kubelet", *K3S),
+        health=(10248,),
+        heartbeats=("KUBE-KUBELET-CANARY",),
+    ),
+    Owner(
+        name="portmap",
+        title="the CNI plugin portmap",
+        role=Role.NEVER,
+        source="containernetworking/plugins plugins/meta/portmap",
+        chains=("*/CNI-HOSTPORT-*", "*/CNI-DN-*", "*/CNI-SN-*"),
+        tables=("* cni_hostport",),
+        cni_types=("portmap",),
+    ),
+    Owner(
+        name="cni-firewall",
+        title="the CNI plugin firewall",
+        role=Role.NEVER,
+        source="containernetworking/plugins plugins/meta/firewall",
+        chains=("*/CNI-FORWARD", "*/CNI-ADMIN", "*/CNI-ISOLATION-STAGE-*"),
+        cni_types=("firewall",),
+    ),
+    Owner(
+        name="cni-masquerade",
+        title="the CNI plugins bridge and ptp",
+        role=Role.NEVER,
+        source="containernetworking/plugins pkg/ip/ipmasq_linux.go, pkg/utils/utils.go",
+        chains=("nat/CNI-*",),
+        tables=("* cni_plugins_masquerade",),
+        cni_types=("bridge", "ptp"),
+    ),
+    Owner(
+        name="docker",
+        title="Docker",
+        role=Role.NEVER,
+        source="moby daemon/libnetwork/drivers/bridge; resolver rules in a container's namespace",
+        chains=("*/DOCKER", "*/DOCKER-*", "*/DOCKER_*"),
+        tables=("* docker-bridges",),
+        processes=("dockerd",),
+    ),
+    Owner(
+        name="podman",
+        title="Podman",
+        role=Role.NEVER,
+        source="containers/netavark src/firewall",
+        chains=("*/NETAVARK*",),
+        tables=("* netavark",),
+    ),
+    Owner(
+        name="kube-router",
+        title="kube-router",
+        role=Role.CNI,
+        source="cloudnativelabs/kube-router pkg/controllers/netpol, proxy",
+        chains=("*/KUBE-ROUTER-*", "*/KUBE-NWPLCY-*", "*/KUBE-POD-FW-*"),
+        sets=("KUBE-SRC-*", "KUBE-DST-*", "kube-router-*", "inet6:KUBE-*"),
+        links=("kube-dummy-if", "kube-bridge"),
+        processes=("kube-router",),
+        embedded=(("k3s", "--disable-network-policy"), ("k3s-server", "--disable-network-policy")),
+        health=(20244,),
+    ),
+    Owner(
+        name="kube-proxy",
+        title="kube-proxy",
+        role=Role.SERVICE_PROXY,
+        source="kubernetes pkg/proxy/{iptables,ipvs,nftables}/proxier.go; KEP-3866",
+        chains=(
+            *("*/KUBE-SERVICES", "*/KUBE-EXTERNAL-SERVICES", "*/KUBE-NODEPORTS"),
+            *("nat/KUBE-POSTROUTING", "nat/KUBE-MARK-MASQ", "nat/KUBE-MARK-DROP"),
+            *("*/KUBE-SVC-*", "*/KUBE-SVL-*", "*/KUBE-SEP-*", "*/KUBE-FW-*"),
+            *("*/KUBE-EXT-*", "*/KUBE-XLB-*", "filter/KUBE-FORWARD"),
+            *("*/KUBE-PROXY-FIREWALL", "*/KUBE-PROXY-CANARY"),
+            # ipvs
+            *("nat/KUBE-FIREWALL", "*/KUBE-NODE-PORT", "*/KUBE-LOAD-BALANCER"),
+            *("*/KUBE-SOURCE-RANGES-FIREWALL", "*/KUBE-IPVS-*"),
+        ),
+        tables=("ip kube-proxy", "ip6 kube-proxy"),
+        sets=(
+            *("KUBE-LOOP-BACK", "KUBE-CLUSTER-IP", "KUBE-EXTERNAL-IP*", "KUBE-LOAD-BALANCER*"),
+            *("KUBE-NODE-PORT-*", "KUBE-HEALTH-CHECK-NODE-PORT", "KUBE-IPVS-IPS", "KUBE-6-*"),
+        ),
+        links=("kube-ipvs0",),
+        processes=("kube-proxy",),
+        embedded=tuple((name, "--disable-kube-proxy") for name in K3S),
+        health=(10256, 10249),
+        heartbeats=("KUBE-PROXY-CANARY",),
+    ),
+    Owner(
+        name="istio",
+        title="Istio (sidecar)",
+        role=Role.CAPTURE,
+        source="istio tools/istio-iptables, tools/istio-nftables; reference: README, Numbers",
+        chains=(
+            *("*/ISTIO_INBOUND", "*/ISTIO_OUTPUT", "*/ISTIO_OUTPUT_*", "*/ISTIO_REDIRECT"),
+            *("*/ISTIO_IN_REDIRECT", "*/ISTIO_DIVERT", "*/ISTIO_TPROXY", "*/ISTIO_DROP"),
+        ),
+        tables=("inet istio-proxy-*",),
+        policies=((1337, 0xFFFFFFFF, 133),),
+        cni_types=("istio-cni",),
+        processes=("pilot-agent", "envoy"),
+        proxies=(15001, 15006, 15053),
+    ),
+    Owner(
+        name="istio-ambient",
+        title="Istio (ambient)",
+        role=Role.CAPTURE,
+        source="istio cni/pkg/iptables, cni/pkg/nftables, cni/pkg/config",
+        chains=("*/ISTIO_PRERT", "*/ISTIO_POSTRT", "*/ISTIO_*"),
+        tables=("inet istio-ambient-*",),
+        sets=("istio-inpod-probes-v4", "istio-inpod-probes-v6"),
+        policies=((0x111, 0xFFF, 100),),
+        cni_types=("istio-cni",),
+        processes=("install-cni", "istio-cni", "ztunnel"),
+        health=(8000,),
+        proxies=(15001, 15006, 15008, 15053),
+    ),
+    Owner(
+        name="intercept-agent",
+        title="this agent",
+        role=Role.CAPTURE,
+        source="agent/backends/nftables.py, agent/backends/registry.py",
+        tables=("inet intercept-agent", "inet intercept-agent-guard"),
+        pins=("intercept-agent*",),
+        cni_types=("intercept-cni",),
+        processes=("intercept-agent",),
+        health=(15021, 15020),
+        proxies=(15001, 15006, 15053),
+    ),
+    Owner(
+        name="linkerd",
+        title="Linkerd",
+        role=Role.MESH,
+        source="linkerd2-proxy-init pkg/iptables/iptables.go",
+        chains=("*/PROXY_INIT_*",),
+        comments=("proxy-init/",),
+        cni_types=("linkerd-cni",),
+        processes=("linkerd2-proxy", "linkerd2-proxy-identity"),
+        proxies=(4143, 4140),
+    ),
+    Owner(
+        name="kuma",
+        title="Kuma",
+        role=Role.MESH,
+        source="kumahq/kuma pkg/transparentproxy",
+        chains=("*/KUMA_MESH_*", "*/MESH_INBOUND*", "*/MESH_OUTBOUND*"),
+        comments=("kuma/",),
+        cni_types=("kuma-cni",),
+        processes=("kuma-dp", "envoy"),
+        proxies=(15001, 15006, 15010, 15053),
+    ),
+    Owner(
+        name="consul",
+        title="Consul",
+        role=Role.MESH,
+        source="hashicorp/consul sdk/iptables/iptables.go",
+        chains=("*/CONSUL_PROXY_*", "*/CONSUL_DNS_*"),
+        cni_types=("consul-cni",),
+        processes=("consul-dataplane", "envoy"),
+        proxies=(15001, 20000, 8600),
+    ),
+    Owner(
+        name="osm",
+        title="Open Service Mesh",
+        role=Role.MESH,
+        source="openservicemesh/osm pkg/injector/iptables.go",
+        chains=("*/OSM_PROXY_*",),
+        processes=("envoy",),
+        proxies=(15001, 15003),
+    ),
+    Owner(
+        name="app-mesh",
+        title="AWS App Mesh",
+        role=Role.MESH,
+        source="aws-app-mesh-controller-for-k8s pkg/inject (the rules themselves are not public)",
+        chains=("*/APPMESH_*",),
+        processes=("envoy",),
+        proxies=(15000, 15001),
+    ),
+    Owner(
+        name="merbridge",
+        title="Merbridge",
+        role=Role.MESH,
+        source="merbridge/merbridge bpf/Makefile, bpf/headers/maps.h",
+        pins=(
+            *("connect", "mb_*", "cookie_original_dst", "cookie_orig_dst", "local_pod_ips"),
+            *("mark_pod_ips_map", "pair_original_dst", "pair_orig_dst", "process_ip", "settings"),
+            *("sock_pair_map", "sockops", "sendmsg", "recvmsg", "get_sockopts", "redir"),
+        ),
+        programs=("mb_*",),
+        cni_types=("merbridge-cni",),
+        processes=("mbctl",),
+    ),
+    Owner(
+        name="kmesh",
+        title="Kmesh",
+        role=Role.MESH,
+        source="kmesh-net/kmesh pkg/constants, daemon",
+        pins=("bpf_kmesh*", "kmesh*"),
+        programs=("*kmesh*", "cgroup_connect4_*", "cgroup_connect6_*"),
+        cni_types=("kmesh-cni",),
+        processes=("kmesh-daemon",),
+        health=(15200,),
+    ),
+    Owner(
+        name="cilium",
+        title="Cilium",
+        role=Role.CNI,
+        source="cilium pkg/datapath/iptables, pkg/bpf, pkg/datapath/linux/linux_defaults",
+        chains=("*/CILIUM_*", "*/OLD_CILIUM_*"),
+        comments=("cilium: ", "cilium-"),
+        links=("cilium_host", "cilium_net", "cilium_vxlan", "cilium_geneve"),
+        pins=("tc/globals/cilium_*", "cilium*", "tc/globals/tunnel_*", "ip/globals/cilium_*"),
+        programs=("cil_*",),
+        policies=((0x200, 0xF00, 2004), (0xA00, 0xF00, 2005)),
+        cni_types=("cilium-cni",),
+        processes=("cilium-agent",),
+        health=(9879,),
+    ),
+    Owner(
+        name="calico",
+        title="Calico",
+        role=Role.CNI,
+        source="projectcalico/calico felix/rules, felix/ipsets, felix/nftables",
+        chains=("*/cali-*", "*/felix-*"),
+        tables=("ip calico", "ip6 calico", "arp calico"),
+        comments=("cali:",),
+        sets=("cali40*", "cali60*", "cali4t*", "cali6t*"),
+        links=("vxlan.calico", "vxlan-v6.calico", "wireguard.cali", "bpfin.cali", "bpfout.cali"),
+        pins=("tc/globals/cali_*", "calico*"),
+        programs=("cali_*", "calico_*"),
+        cni_types=("calico", "calico-ipam"),
+        processes=("calico-node", "calico-felix", "felix"),
+        health=(9099,),
+    ),
+    Owner(
+        name="flannel",
+        title="flannel",
+        role=Role.CNI,
+        source="flannel-io/flannel pkg/trafficmngr",
+        chains=("*/FLANNEL-*",),
+        tables=("ip flannel-ipv4", "ip6 flannel-ipv6"),
+        comments=("flanneld ",),
+        links=("flannel.*", "flannel-v6.*", "flannel-wg*"),
+        cni_types=("flannel",),
+        processes=("flanneld",),
+        embedded=tuple((name, "--flannel-backend=none") for name in K3S),
+    ),
+    Owner(
+        name="weave",
+        title="Weave Net",
+        role=Role.CNI,
+        source="weaveworks/weave net, npc",
+        chains=("*/WEAVE", "*/WEAVE-*"),
+        sets=("weave-*",),
+        links=("weave", "vethwe-*"),
+        cni_types=("weave-net", "weave-ipam"),
+        processes=("weaver", "weave-npc"),
+        health=(6784, 6781),
+        heartbeats=("WEAVE-CANARY",),
+    ),
+    Owner(
+        name="antrea",
+        title="Antrea",
+        role=Role.CNI,
+        source="antrea-io/antrea pkg/agent/route",
+        chains=("*/ANTREA-*",),
+        sets=("ANTREA-*",),
+        links=("antrea-gw0", "antrea-egress0"),
+        cni_types=("antrea",),
+        processes=("antrea-agent",),
+        health=(10350,),
+    ),
+    Owner(
+        name="aws-vpc-cni",
+        title="the AWS VPC CNI",
+        role=Role.CNI,
+        source="aws/amazon-vpc-cni-k8s pkg/networkutils",
+        chains=("*/AWS-SNAT-CHAIN-*", "*/AWS-CONNMARK-CHAIN-*"),
+        cni_types=("aws-cni",),
+        processes=("aws-k8s-agent", "aws-node"),
+        health=(61678,),
+    ),
+)
+
+_BY_NAME: Mapping[str, Owner] = {owner.name: owner for owner in OWNERS}
+
+# Chains that old kubelets make too (KEP-3178): theirs while one runs, kube-proxy's otherwise.
+SHARED_WITH_KUBELET = frozenset({"KUBE-POSTROUTING", "KUBE-MARK-MASQ", "KUBE-MARK-DROP"})
+
+
+def by_name(name: str) -> Owner:
+    """Return an owner of the catalogue. Raises: KeyError."""
+    return _BY_NAME[name]
+
+
+@lru_cache(maxsize=256)
+def _pattern(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(translate(pattern) for pattern in patterns) or r"(?!)")
+
+
+def fits(patterns: tuple[str, ...], text: str) -> bool:
+    """Tell whether a text is what one of the patterns describes."""
+    return _pattern(patterns).match(text) is not None
+
+
+def owner_of_chain(table: str, chain: str) -> Owner | None:
+    """Return whose a chain of an iptables table is, by its name alone."""
+    return _find("chains", f"{table}/{chain}")
+
+
+def owner_of_table(family: str, table: str) -> Owner | None:
+    """Return whose a table of nf_tables is."""
+    return _find("tables", f"{family} {table}")
+
+
+def owner_of_set(name: str) -> Owner | None:
+    return _find("sets", name)
+
+
+def owner_of_link(name: str) -> Owner | None:
+    return _find("links", name)
+
+
+def owner_of_pin(path: str) -> Owner | None:
+    """Return whose a pin is, by its path below the bpf file system."""
+    return _find("pins", path)
+
+
+def owner_of_program(name: str) -> Owner | None:
+    return _find("programs", name)
+
+
+def owner_of_comments(comments: Iterable[str]) -> Owner | None:
+    """Return whose a rule is by what its comments begin with."""
+    texts = tuple(comments)
+    for owner in OWNERS:
+        if owner.comments and any(text.startswith(owner.comments) for text in texts):
+            return owner
+    return None
+
+
+def owner_of_policy(mark: int, mask: int, table: int) -> Owner | None:
+    """Return whose an `ip rule` is: all three numbers must be the owner's."""
+    return next((o for o in OWNERS if (mark, mask, table) in o.policies), None)
+
+
+def owner_of_route_table(table: int) -> Owner | None:
+    return next((o for o in OWNERS for _, _, known in o.policies if known == table), None)
+
+
+def owner_of_plugin(type_: str) -> Owner | None:
+    return next((owner for owner in OWNERS if type_ in owner.cni_types), None)
+
+
+@lru_cache(maxsize=4096)
+def _find(kind: str, text: str) -> Owner | None:
+    for owner in OWNERS:
+        patterns: tuple[str, ...] = getattr(owner, kind)
+        if patterns and fits(patterns, text):
+            return owner
+    return None

@@ -1,0 +1,108 @@
+"""Findings about the node's CNI configuration: plugins that are named and not there (report 19)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.formats import cni_config
+from agent.leftovers import catalogue
+from agent.leftovers.finding import Finding, Kind, Severity, Where
+from agent.model.errors import InvalidSettings
+
+CONF_DIR = Path("/etc/cni/net.d")
+# The usual folder first; distributions that package the plugins have them in the others.
+BIN_DIRS = (Path("/opt/cni/bin"), Path("/usr/lib/cni"), Path("/usr/libexec/cni"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folders:
+    """Where the runtime looks for configurations and for plugins."""
+
+    conf_dir: Path = CONF_DIR
+    bin_dirs: tuple[Path, ...] = BIN_DIRS
+
+
+def findings(folders: Folders) -> Iterator[Finding]:
+    """Yield the configurations that a runtime would fail with.
+
+    The first valid file by name is the one in use; the others wait until it goes.
+    """
+    used = True
+    for path in _files(folders.conf_dir):
+        try:
+            found = cni_config.parse(path.name, path.read_bytes())
+        except (InvalidSettings, OSError) as error:
+            yield _broken(path, str(error))
+            continue
+        missing = _missing(found.plugins, folders.bin_dirs)
+        if missing:
+            yield _without_binary(path, missing, folders.bin_dirs, used=used)
+        used = False
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(p for p in folder.iterdir() if cni_config.is_configuration(p.name))
+    except OSError:
+        return []
+
+
+def _missing(plugins: Sequence[Mapping[str, Any]], bin_dirs: Sequence[Path]) -> tuple[str, ...]:
+    """Return the plugins, and those for addresses, that have no binary."""
+    wanted: dict[str, None] = {}
+    for plugin in plugins:
+        wanted[str(plugin["type"])] = None
+        ipam = plugin.get("ipam")
+        if isinstance(ipam, Mapping) and isinstance(ipam.get("type"), str):
+            wanted[ipam["type"]] = None
+    return tuple(name for name in wanted if not any((d / name).is_file() for d in bin_dirs))
+
+
+def _without_binary(
+    path: Path, missing: tuple[str, ...], bin_dirs: Sequence[Path], *, used: bool
+) -> Finding:
+    owners = [owner.name for name in missing if (owner := catalogue.owner_of_plugin(name))]
+    chained = [
+        name for name in missing if name in cni_config.CHAINED_ONLY or name == cni_config.TYPE
+    ]
+    if missing == (cni_config.TYPE,):
+        fix = "intercept-agent cni uninstall (or install, to have the plugin again)"
+    elif len(chained) == len(missing):
+        fix = (
+            f"take the entry of {' and '.join(missing)} out of {path}, or install the plugin again"
+        )
+    else:
+        fix = f"install {' and '.join(missing)} in {bin_dirs[0]}, or remove {path}"
+    folders = ", ".join(map(str, bin_dirs))
+    return Finding(
+        kind=Kind.CNI_CONFIG,
+        severity=Severity.CRITICAL if used else Severity.WARNING,
+        where=Where(),
+        objects=(str(path), *missing),
+        owner=",".join(dict.fromkeys(owners)) or "unknown",
+        evidence=(
+            f"{path} names {' and '.join(missing)}, of which no binary is in {folders}",
+            "it is the first configuration, which the runtime uses"
+            if used
+            else "another configuration comes first",
+        ),
+        explanation="No pod can start on this node, and none can be stopped: the runtime fails at "
+        "the missing plugin."
+        if used
+        else "If the configurations before it go, no pod can start or stop on this node.",
+        fix=fix,
+    )
+
+
+def _broken(path: Path, why: str) -> Finding:
+    return Finding(
+        kind=Kind.CNI_CONFIG,
+        severity=Severity.WARNING,
+        where=Where(),
+        objects=(str(path),),
+        owner="unknown",
+        evidence=(why,),
+        explanation="A runtime passes this file over, or fails at it, depending on its version.",
+        fix=f"mend or remove {path}",
+    )

@@ -1,0 +1,261 @@
+"""Reads everything in one namespace that somebody can have left there. Leaves no trace.
+
+No legacy table comes into being (only those that exist are asked for), no module is loaded, no lock
+is taken. Rules are read through the tools and not as libnftables' JSON: of 10,000 rules that would
+take 150 MB. Namespaces that hold the same rules are read once.
+"""
+
+import contextlib
+import fcntl
+import socket
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from agent.backends import registry
+from agent.backends.iptables_nft import NFT_FAMILY
+from agent.backends.iptables_tools import missing_tool, read_printable, without_empty
+from agent.backends.nftables import TABLE
+from agent.backends.session import Session
+from agent.formats import nft_json
+from agent.kernel import modules, routing
+from agent.kernel.filters import NftChain
+from agent.kernel.ipset import IpSet, read_sets
+from agent.kernel.netns import NetnsId
+from agent.kernel.sockets import KernelSocket, SocketTable
+from agent.leftovers import catalogue
+from agent.model.errors import EnvironmentLacks, StateUnreadable
+from agent.model.ruleset import BUILTIN_CHAINS, Family, Rulesets
+from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
+
+REMEMBERED = 64
+TOO_MANY_TO_REMEMBER = 500  # chains; their digest alone takes as long as reading them
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+OWN_TABLES = {TABLE: NFTABLES, registry.GUARD_TABLE: registry.GUARD}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTable:
+    """A table of nf_tables that iptables does not print; `text` makes it, if its owner is known."""
+
+    family: str
+    name: str
+    chains: tuple[NftChain, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Rules that are there and that nobody here can show."""
+
+    backend: str
+    family: str
+    table: str
+    why: str
+    chains: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    loaded: Mapping[str, Rulesets]
+    tables: tuple[NativeTable, ...]
+    unreadable: tuple[Unreadable, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one namespace holds. `listeners` is None where the kernel does not say."""
+
+    id: NetnsId
+    name: str
+    state: NamespaceState
+    tables: tuple[NativeTable, ...] = ()
+    unreadable: tuple[Unreadable, ...] = ()
+    sets: tuple[IpSet, ...] = ()
+    links: tuple[str, ...] = ()
+    listeners: tuple[KernelSocket, ...] | None = None
+    addressed: frozenset[Family] = frozenset()
+
+    @property
+    def rule_count(self) -> int:
+        rulesets = (r for parts in self.state.loaded.values() for r in parts.values())
+        return sum(ruleset.rule_count() for ruleset in rulesets)
+
+
+_seen: OrderedDict[bytes, _Rules] = OrderedDict()
+
+
+def look(session: Session, name: str) -> Seen:
+    """Return what the namespace holds now; what cannot be read is named in it.
+
+    Raises: StateUnreadable if nothing at all can be read.
+    """
+    session.forget()
+    try:
+        rules = _rules(session)
+        routes = routing.read_routes(session.rtnl, masked=True)
+        sets, links, listeners, addressed = session.netns.run(_surroundings)
+    except OSError as error:
+        raise StateUnreadable(f"cannot look into {name}: {error.strerror or error}") from error
+    return Seen(
+        id=session.netns.id,
+        name=name,
+        state=NamespaceState(loaded=rules.loaded, routes=routes),
+        tables=rules.tables,
+        unreadable=rules.unreadable,
+        sets=sets,
+        links=links,
+        listeners=listeners,
+        addressed=addressed,
+    )
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+
+def _rules(session: Session) -> _Rules:
+    chains = session.eye.nft_chains() if modules.present("nf_tables") else []
+    if len(chains) > TOO_MANY_TO_REMEMBER:
+        return _read(session, chains)
+    digest = session.eye.digest() if modules.present("nf_tables") else b""
+    known = _seen.get(digest) if digest else None
+    if known is None:
+        known = _read(session, chains)
+        if digest and not known.unreadable:
+            _seen[digest] = known
+        while len(_seen) > REMEMBERED:
+            _seen.popitem(last=False)
+    return known
+
+
+def _read(session: Session, chains: Sequence[NftChain]) -> _Rules:
+    loaded: dict[str, Rulesets] = {}
+    unreadable: list[Unreadable] = []
+    legacy = [f for f in Family if session.eye.legacy_tables().get(f.version)]
+    compatible = {f: _compatible(chains, f) for f in Family}
+    for name, flavour, families in (
+        (IPTABLES_NFT, "nft", [f for f in Family if compatible[f]]),
+        (IPTABLES_LEGACY, "legacy", legacy),
+    ):
+        if not families:
+            continue
+        if missing := missing_tool(flavour, ("save",)):
+            unreadable.append(Unreadable(name, ",".join(families), "", missing))
+            continue
+        found, lacking = read_printable(session, flavour, families)
+        unreadable += [
+            Unreadable(name, family.value, table, why, _names(chains, family, table))
+            for family, table, why in lacking
+        ]
+        if name == IPTABLES_NFT:
+            unreadable += _silent(found, lacking, compatible, chains)
+            found = without_empty(found)
+        if found:
+            loaded[name] = found
+    tables = tuple(_native(session, chains, unreadable))
+    for table in tables:
+        if table.family == "inet" and table.name in OWN_TABLES:
+            loaded |= _own(session, table, unreadable)
+    return _Rules(loaded, tables, tuple(unreadable))
+
+
+def _compatible(chains: Iterable[NftChain], family: Family) -> frozenset[str]:
+    """Return the tables of a family that iptables-nft calls its own."""
+    return frozenset(
+        c.table for c in chains if c.family == NFT_FAMILY[family] and c.table in BUILTIN_CHAINS
+    )
+
+
+def _names(chains: Iterable[NftChain], family: Family, table: str) -> tuple[str, ...]:
+    return tuple(c.name for c in chains if (c.family, c.table) == (NFT_FAMILY[family], table))
+
+
+def _silent(
+    found: Mapping[Family, object],
+    lacking: Iterable[tuple[Family, str, str]],
+    compatible: Mapping[Family, frozenset[str]],
+    chains: Sequence[NftChain],
+) -> Iterator[Unreadable]:
+    """Yield tables that are there, were not printed, and of which the tool did not say so."""
+    named = {(family, table) for family, table, _ in lacking}
+    for family, ruleset in found.items():
+        printed = {table.name for table in getattr(ruleset, "tables", ())}
+        for table in sorted(compatible[family] - printed):
+            if (family, table) not in named:
+                why = "iptables-nft-save does not print it, and does not say why"
+                names = _names(chains, family, table)
+                yield Unreadable(IPTABLES_NFT, family.value, table, why, names)
+
+
+def _native(
+    session: Session, chains: Sequence[NftChain], unreadable: list[Unreadable]
+) -> Iterator[NativeTable]:
+    """Yield the tables that iptables does not print; those of known owners with their text."""
+    if not modules.present("nf_tables"):
+        return
+    ours = set(NFT_FAMILY.values())
+    for family, name in session.eye.nft_tables():
+        if family in ours and name in BUILTIN_CHAINS:
+            continue
+        inside = tuple(c for c in chains if (c.family, c.table) == (family, name))
+        text = ""
+        if catalogue.owner_of_table(family, name):
+            try:
+                text = session.require_nft().list_table(family, name)
+            except (StateUnreadable, EnvironmentLacks) as error:
+                names = tuple(c.name for c in inside)
+                unreadable.append(Unreadable(NFTABLES, family, name, str(error), names))
+        yield NativeTable(family, name, inside, text)
+
+
+def _own(session: Session, table: NativeTable, unreadable: list[Unreadable]) -> dict[str, Rulesets]:
+    """Return a table of this agent's in the rule model."""
+    try:
+        objects = {"nftables": session.nft_ruleset()}
+        parsed = nft_json.parse_table(objects, table.name)
+    except (nft_json.NftJsonError, StateUnreadable) as error:
+        unreadable.append(Unreadable(NFTABLES, table.family, table.name, str(error)))
+        return {}
+    return {OWN_TABLES[table.name]: parsed} if parsed else {}
+
+
+# --- what is around the rules ---------------------------------------------------------------------
+
+Surroundings = tuple[
+    tuple[IpSet, ...], tuple[str, ...], tuple[KernelSocket, ...] | None, frozenset[Family]
+]
+
+
+def _surroundings() -> Surroundings:
+    """Look around in the calling thread's namespace."""
+    links = tuple(name for _, name in socket.if_nameindex())
+    return read_sets(), links, _listeners(), _addressed(links)
+
+
+def _listeners() -> tuple[KernelSocket, ...] | None:
+    if not modules.present("tcp_diag"):
+        return None
+    with contextlib.suppress(StateUnreadable, EnvironmentLacks), SocketTable() as table:
+        return (*table.listeners("tcp"), *table.listeners("udp"))
+    return None
+
+
+def _addressed(links: Sequence[str]) -> frozenset[Family]:
+    """Return the families in which the namespace has an address that others can reach."""
+    found = set()
+    if routing.read_ipv6().addressed:
+        found.add(Family.IPV6)
+    if any(name != "lo" and _has_ipv4(name) for name in links):
+        found.add(Family.IPV4)
+    return frozenset(found)
+
+
+def _has_ipv4(link: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            fcntl.ioctl(probe, SIOCGIFADDR, link.encode()[:15].ljust(40, b"\0"))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,330 @@
+"""The scan, on what real programs leave in namespaces: the right kind, owner and severity."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.fake_cri import FakeCri, FakeSandbox, changed, serving
+from tests.support import leftovers as left
+from tests.support.capturing import BACKENDS, EVERYTHING, capture, command
+from tests.support.foreign import ISTIO_INIT, add_foreign
+from tests.support.leftovers import as_host, findings, kinds, listening, load, only, scanned
+from tests.support.netns import inside, namespace, snapshot
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+# --- kube-proxy -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flavour", left.FLAVOURS)
+def test_rules_of_a_kube_proxy_that_is_gone_are_found_without_the_kubelets(
+    netns: str, flavour: str
+) -> None:
+    load(netns, left.KUBELET, flavour)
+    load(netns, left.KUBE_PROXY, flavour)
+    found = only(netns)
+    assert (found["kind"], found["owner"], found["severity"]) == (
+        "kube-proxy",
+        "kube-proxy",
+        "critical",
+    )
+    assert found["where"]["backend"] == f"iptables-{flavour}"
+    chains = {name for name in found["objects"] if not name.startswith("-t")}
+    assert chains == left.KUBE_PROXY_CHAINS
+    assert not [name for name in found["objects"] if "KUBE-FIREWALL" in name]
+    assert any("10.0.0.53:53" in line for line in found["evidence"])
+
+
+def test_the_kubelets_own_chains_are_no_leftovers(netns: str) -> None:
+    load(netns, left.KUBELET)
+    assert findings(netns) == []
+
+
+def test_nothing_is_left_over_while_kube_proxy_lives(netns: str, folder: Path) -> None:
+    load(netns, left.KUBELET)
+    load(netns, left.KUBE_PROXY)
+    with listening(netns, 10256, name="kube-proxy", folder=folder):
+        assert findings(netns) == []
+    assert kinds(netns) == ["kube-proxy"]
+
+
+def test_another_program_on_kube_proxys_health_port_proves_nothing(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    with listening(netns, 10256):
+        assert kinds(netns) == ["kube-proxy"]
+
+
+def test_a_kube_proxy_of_another_namespace_proves_nothing(netns: str, folder: Path) -> None:
+    load(netns, left.KUBE_PROXY)
+    with namespace() as other, listening(other, name="kube-proxy", folder=folder):
+        assert kinds(netns) == ["kube-proxy"]
+
+
+def test_old_rules_beside_a_kube_proxy_in_nftables_mode_are_left_over(
+    netns: str, folder: Path
+) -> None:
+    load(netns, left.KUBE_PROXY, "legacy")
+    inside(netns, "nft", "-f", "-", stdin=left.KUBE_PROXY_NFT)
+    with listening(netns, 10256, name="kube-proxy", folder=folder):
+        assert only(netns)["where"]["backend"] == "iptables-legacy"
+    assert kinds(netns) == ["kube-proxy", "kube-proxy"]
+
+
+def test_the_table_of_kube_proxys_nftables_mode_is_found(netns: str) -> None:
+    inside(netns, "nft", "-f", "-", stdin=left.KUBE_PROXY_NFT)
+    found = only(netns)
+    assert (found["kind"], found["objects"]) == ("kube-proxy", ["table ip kube-proxy"])
+    assert any("10.0.0.53:53" in line for line in found["evidence"])
+
+
+def test_a_host_without_kube_proxy_and_its_chains_says_exactly_that(netns: str) -> None:
+    code, out, _ = as_host(netns, "scan", "--host", "--conf-dir", "/nonexistent")
+    assert code == 0
+    assert "0 KUBE- chains and no kube-proxy" in out
+
+
+# --- captures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flavour", left.FLAVOURS)
+@pytest.mark.parametrize("text", [left.SIDECAR, left.AMBIENT], ids=["sidecar", "ambient"])
+def test_a_capture_that_leads_to_nobody_is_a_black_hole(
+    netns: str, text: str, flavour: str
+) -> None:
+    load(netns, text, flavour)
+    found = only(netns)
+    assert (found["kind"], found["severity"]) == ("blackhole", "critical")
+    assert any("15001" in line for line in found["evidence"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_this_agents_own_capture_is_a_black_hole_without_a_proxy_only(
+    netns: str, backend: str
+) -> None:
+    capture(netns, {**EVERYTHING, "enable_ipv6": False}, backend)
+    assert kinds(netns) == ["blackhole"]
+    with listening(netns, 15001, 15006):
+        assert kinds(netns) == []
+
+
+def test_a_listener_that_tproxy_cannot_use_does_not_count(netns: str) -> None:
+    mode = {"inbound_interception_mode": "TPROXY", "enable_ipv6": False}
+    capture(netns, {**EVERYTHING, **mode}, "iptables-nft")
+    with listening(netns, 15001, 15006):
+        found = only(netns)
+    assert found["kind"] == "blackhole"
+    assert [line for line in found["evidence"] if "15006" in line]
+    assert not [line for line in found["evidence"] if "15001" in line]
+
+
+def test_a_pod_without_its_label_is_stale_and_without_its_proxy_a_black_hole(
+    netns: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(netns, left.SIDECAR)
+    monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", f"unix://{folder}/c.sock")
+    monkeypatch.setenv("INTERCEPT_SOCKET", f"{folder}/none.sock")
+    pod = FakeSandbox(id="s1", netns=f"/run/netns/{netns}", labels={"app": "web"})
+    injected = changed(
+        pod, annotations={"sidecar.istio.io/status": json.dumps({"containers": ["istio-proxy"]})}
+    )
+    unlabelled = changed(injected, labels={"sidecar.istio.io/inject": "false"})
+
+    async def main() -> None:
+        cri = FakeCri()
+        async with serving(cri, folder / "c.sock"):
+            with listening(netns, 15001, 15006):
+                cri.add(injected)
+                assert await asyncio.to_thread(kinds, netns) == []
+                cri.add(unlabelled)
+                found = await asyncio.to_thread(only, netns)
+                assert (found["kind"], found["severity"]) == ("stale-capture", "warning")
+                assert found["where"]["pod"] == "shop/web"
+                assert any("sidecar.istio.io/inject" in line for line in found["evidence"])
+            assert await asyncio.to_thread(kinds, netns) == ["blackhole", "stale-capture"]
+            cri.add(injected)
+            found = await asyncio.to_thread(only, netns)
+            assert (found["kind"], found["severity"]) == ("blackhole", "warning")
+
+    asyncio.run(main())
+
+
+def test_a_capture_of_one_family_leaves_the_other_open(netns: str) -> None:
+    inside(netns, "ip", "link", "add", "d0", "type", "veth", "peer", "name", "d1")
+    inside(netns, "ip", "-6", "addr", "add", "fd00::7/128", "dev", "d0", "nodad")
+    load(netns, left.SIDECAR)
+    with listening(netns, 15001, 15006):
+        found = only(netns)
+    assert found["kind"] == "partial-capture"
+    assert any("ipv6 has an address here" in line for line in found["evidence"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("-t", "nat", "-D", "OUTPUT", "-p", "tcp", "-j", "ISTIO_OUTPUT"),
+        ("-t", "nat", "-F", "ISTIO_REDIRECT"),
+        ("-t", "nat", "-I", "ISTIO_OUTPUT", "1", "-j", "ISTIO_REDIRECT"),
+    ],
+    ids=["jump-gone", "chain-emptied", "out-of-order"],
+)
+def test_a_torn_capture_is_partial(netns: str, change: tuple[str, ...]) -> None:
+    load(netns, left.SIDECAR)
+    inside(netns, "iptables-nft", *change)
+    with listening(netns, 15001, 15006):
+        assert kinds(netns) == ["partial-capture"]
+
+
+def test_a_rule_before_the_capture_is_told_with_its_place(netns: str) -> None:
+    load(netns, left.SIDECAR)
+    line = "iptables-nft -t nat -I OUTPUT 1 -p tcp -m owner --uid-owner 0 -j RETURN"
+    inside(netns, *line.split())
+    with listening(netns, 15001, 15006):
+        found = only(netns)
+    assert found["kind"] == "partial-capture"
+    assert any("position 1" in line and "--uid-owner 0" in line for line in found["evidence"])
+
+
+@pytest.mark.parametrize("name", sorted(ISTIO_INIT))
+def test_what_istio_init_writes_is_whole(netns: str, name: str) -> None:
+    ISTIO_INIT[name].load(netns, "nft")
+    assert "partial-capture" not in kinds(netns)
+
+
+def test_a_capture_in_the_nodes_own_namespace_is_found(netns: str) -> None:
+    load(netns, left.SIDECAR)
+    code, out, _ = as_host(netns, "scan", "--host", "-o", "json", "--conf-dir", "/nonexistent")
+    [found] = json.loads(out)["findings"]
+    assert (code, found["kind"], found["severity"]) == (1, "host-rules", "critical")
+    assert "--host" in found["fix"]
+
+
+# --- others ---------------------------------------------------------------------------------------
+
+
+def test_a_mesh_whose_proxy_is_gone_is_found(netns: str) -> None:
+    load(netns, left.LINKERD)
+    found = only(netns)
+    assert (found["kind"], found["owner"], found["severity"]) == (
+        "foreign-mesh",
+        "linkerd",
+        "critical",
+    )
+    with listening(netns, 4143, 4140):
+        assert kinds(netns) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "owner"), [(left.CILIUM, "cilium"), (left.CALICO, "calico")], ids=["cilium", "calico"]
+)
+def test_rules_of_a_cni_that_is_gone_are_found(
+    netns: str, text: str, owner: str, folder: Path
+) -> None:
+    load(netns, text)
+    found = only(netns)
+    assert (found["kind"], found["owner"]) == ("foreign-cni", owner)
+    process = {"cilium": "cilium-agent", "calico": "calico-node"}[owner]
+    with listening(netns, name=process, folder=folder):
+        assert kinds(netns) == []
+
+
+def test_rules_of_docker_and_of_nobody_known_are_no_leftovers(netns: str) -> None:
+    load(netns, left.DOCKER)
+    add_foreign(netns)
+    assert set(kinds(netns)) <= {"mixed-backends"}  # add_foreign loads both flavours
+
+
+def test_rules_for_one_hook_in_both_backends_are_told_with_their_numbers(netns: str) -> None:
+    for flavour, port in (("legacy", "15001"), ("nft", "16001")):
+        line = (
+            f"iptables-{flavour} -t nat -A OUTPUT -p tcp --dport 80 -j REDIRECT --to-ports {port}"
+        )
+        inside(netns, *line.split())
+    found = only(netns)
+    assert found["kind"] == "mixed-backends"
+    assert found["where"]["table"] == "nat"
+    assert any("1 rules in iptables-legacy" in line for line in found["evidence"])
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        ["ip rule add fwmark 1337 lookup 133", "ip route add local default dev lo table 133"],
+        ["ip rule add fwmark 0x111/0xfff pref 32764 lookup 100"],
+        ["ip -6 addr add ::6/128 dev lo"],
+    ],
+    ids=["tproxy", "ambient", "address"],
+)
+def test_routing_without_the_rules_that_need_it_is_found(netns: str, commands: list[str]) -> None:
+    for line in commands:
+        inside(netns, *line.split())
+    found = only(netns)
+    assert found["kind"] == "route"
+    assert len(found["objects"]) == len(commands)
+
+
+def test_routing_that_a_capture_needs_is_not_left_over(netns: str) -> None:
+    mode = {"inbound_interception_mode": "TPROXY"}
+    capture(netns, {**EVERYTHING, **mode}, "iptables-nft")
+    assert "route" not in kinds(netns)
+
+
+def test_a_table_that_no_tool_can_print_is_not_called_clean(netns: str) -> None:
+    script = """
+        table ip nat {
+          chain OUTPUT { type nat hook output priority -100;
+            tcp dport { 80, 443 } meta skuid != 1337 redirect to :15001; }
+          chain KUBE-SERVICES { }
+        }"""
+    inside(netns, "nft", "-f", "-", stdin=script)
+    found = only(netns)
+    assert (found["kind"], found["where"]["table"]) == ("unreadable", "nat")
+    assert "KUBE-SERVICES" in found["objects"]
+    assert found["owner"] == "kube-proxy"
+
+
+def test_a_conflist_whose_plugin_is_gone_is_found(netns: str, folder: Path) -> None:
+    (folder / "bin").mkdir()
+    (folder / "bin/bridge").touch()
+    plugins = [{"type": "bridge", "ipam": {"type": "host-local"}}, {"type": "istio-cni"}]
+    text = json.dumps({"cniVersion": "0.3.1", "name": "n", "plugins": plugins})
+    (folder / "10-n.conflist").write_text(text)
+    words = ("--host", "--conf-dir", str(folder), "--bin-dir", str(folder / "bin"), "-o", "json")
+    _, out, _ = as_host(netns, "scan", *words)
+    [found] = json.loads(out)["findings"]
+    assert (found["kind"], found["severity"]) == ("cni-config", "critical")
+    assert found["objects"][1:] == ["host-local", "istio-cni"]
+
+
+# --- how it looks ---------------------------------------------------------------------------------
+
+
+def test_looking_leaves_no_trace(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    capture(netns, EVERYTHING, "nftables")
+    before = snapshot(netns), left.legacy_tables(netns)
+    findings(netns)
+    assert (snapshot(netns), left.legacy_tables(netns)) == before
+    assert before[1] == ""
+
+
+def test_every_namespace_is_looked_into_once(netns: str) -> None:
+    load(netns, left.SIDECAR)
+    with listening(netns):  # known by its name and by a process
+        found = scanned("--all", "--conf-dir", "/nonexistent")["findings"]
+    assert [f["kind"] for f in found if f["where"]["netns"] == netns] == ["blackhole"]
+
+
+def test_json_is_all_that_is_printed_and_lines_say_what_to_do(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    code, out, err = command("scan", "--netns", netns, "-o", "json")
+    assert (code, err) == (1, "")
+    json.loads(out)
+    code, out, err = command("scan", "--netns", netns)
+    assert (code, err) == (1, "")
+    assert f"intercept-agent clean --netns {netns} --only kube-proxy" in out

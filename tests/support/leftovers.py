@@ -1,0 +1,125 @@
+"""What others leave behind, as restore text, and the scan of it as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support.capturing import ROOT, command
+from tests.support.netns import inside
+
+FLAVOURS = ("nft", "legacy")
+RULES = Path(__file__).with_name("leftover_rules")
+
+
+def _rules(name: str) -> str:
+    return (RULES / name).read_text()
+
+
+# The kubelet's own chains, which are nobody's leftovers.
+KUBELET = _rules("kubelet.rules")
+# What kube-proxy leaves in iptables mode.
+KUBE_PROXY = _rules("kube-proxy.rules")
+KUBE_PROXY_CHAINS = frozenset(
+    {
+        *("KUBE-FORWARD", "KUBE-SERVICES", "KUBE-POSTROUTING", "KUBE-MARK-MASQ"),
+        *("KUBE-SVC-TCOU7JCQXEZGVUNU", "KUBE-SEP-ABCDEFGHIJKLMNOP"),
+    }
+)
+KUBE_PROXY_NFT = _rules("kube-proxy-nft.nft")
+
+SIDECAR = _rules("sidecar.rules")
+AMBIENT = _rules("ambient.rules")
+LINKERD = _rules("linkerd.rules")
+CILIUM = _rules("cilium.rules")
+CALICO = _rules("calico.rules")
+DOCKER = _rules("docker.rules")
+
+Finding = Mapping[str, Any]
+
+
+def load(namespace: str, text: str, flavour: str = "nft", version: int = 4) -> None:
+    tool = f"{'iptables' if version == 4 else 'ip6tables'}-{flavour}-restore"
+    inside(namespace, tool, "--noflush", stdin=text)
+
+
+def scanned(*words: str) -> Mapping[str, Any]:
+    """Run the scan; its exit code says whether there is any finding."""
+    code, out, err = command("scan", "-o", "json", *words)
+    assert code in (0, 1), err
+    found: Mapping[str, Any] = json.loads(out)
+    assert code == bool(found["findings"])
+    return found
+
+
+def findings(namespace: str) -> list[Finding]:
+    found: list[Finding] = scanned("--netns", namespace)["findings"]
+    return found
+
+
+def kinds(namespace: str) -> list[str]:
+    return sorted(finding["kind"] for finding in findings(namespace))
+
+
+def only(namespace: str) -> Finding:
+    [found] = findings(namespace)
+    return found
+
+
+def as_host(namespace: str, *words: str) -> tuple[int, str, str]:
+    """Run the command inside a namespace, which is the node's own to it."""
+    line = ("nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-m", "agent.cli.main")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        (*line, *words), capture_output=True, text=True, check=False, env=environment, timeout=60
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+LISTEN = """
+import socket, sys, time
+made = []
+for port in sys.argv[1:]:
+    made.append(socket.create_server(("127.0.0.1", int(port))))
+print("up", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def listening(
+    namespace: str, *ports: int, name: str = "", folder: Path | None = None
+) -> Iterator[int]:
+    """Run a program in the namespace that listens on these ports; yields its PID.
+
+    `name` is what the kernel calls it: a link of that name in `folder` is executed.
+    """
+    python = Path(sys.executable).resolve()
+    if name and folder:
+        link = folder / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(python)
+        python = link
+    words = (str(python), "-I", "-c", LISTEN, *map(str, ports))
+    with subprocess.Popen(
+        ("nsenter", f"--net=/run/netns/{namespace}", *words),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def legacy_tables(namespace: str) -> str:
+    """Return the legacy tables that exist: asking iptables for one would make it."""
+    return inside(namespace, "cat", "/proc/net/ip_tables_names", "/proc/net/ip6_tables_names")
