@@ -45,7 +45,7 @@ class IptablesNft:
         if not families:
             return {}
         saves = read_saves(session, "nft", families)
-        return without_empty({f: _only_existing(saves[f], hooked[f]) for f in families})
+        return without_empty({f: only_existing(saves[f], hooked[f]) for f in families})
 
     def steps(self, session: Session, have: Rulesets, want: Rulesets) -> tuple[Step, ...]:
         scripts: dict[Family, str] = {}
@@ -81,7 +81,7 @@ def _existing_chains(objects: Iterable[Mapping[str, Any]]) -> dict[Family, set[t
     return found
 
 
-def _only_existing(ruleset: Ruleset, existing: set[tuple[str, str]]) -> Ruleset:
+def only_existing(ruleset: Ruleset, existing: set[tuple[str, str]]) -> Ruleset:
     """Return the ruleset without built-in chains that are not there: the tool prints them all."""
     tables = []
     for table in ruleset.tables:

@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "tell what on this node keeps the agent from working, or may",
     "explain": "tell on one page whether a pod is captured, why, and what to do",
     "scan": "find what somebody left behind on this node",
+    "clean": "take out what a scan finds, and put it back",
     "run": "run the agent of this node",
     "pods": "list the pods that the running agent knows",
     "status": "show how the running agent is",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agent.model.plan import Route
-from agent.model.ruleset import Family
+from agent.model.ruleset import Family, Rule
 
 
 class Kind(StrEnum):
@@ -62,20 +62,20 @@ NftTable = tuple[str, str]
 class Takes:
     """What `clean` takes away for a finding: what is named here and the rules that lead to it.
 
-    `capture` stands for everything that a capture of Istio's kind consists of. `owners` also stand
-    for their marked rules in built-in chains.
+    `capture` stands for everything that a capture of Istio's kind consists of. `rules` are rules of
+    built-in chains, by the chain that they stand in; each stands for all that are equal.
     """
 
     capture: bool = False
-    owners: frozenset[str] = frozenset()
     chains: frozenset[ChainRef] = frozenset()
+    rules: frozenset[tuple[ChainRef, Rule]] = frozenset()
     tables: frozenset[NftTable] = frozenset()
     routes: tuple[Route, ...] = ()
     sets: frozenset[str] = frozenset()
     links: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        named = (self.chains, self.tables, self.sets, self.links, self.routes)
+        named = (self.chains, self.rules, self.tables, self.sets, self.links, self.routes)
         return self.capture or any(named)
 
 

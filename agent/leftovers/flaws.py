@@ -21,6 +21,9 @@ Conditions = frozenset[tuple[str, Option]]
 def flaws(capture: Ruleset) -> tuple[str, ...]:
     """Return what is wrong with the capture of one family, one sentence each."""
     found: list[str] = []
+    if capture.tables and capture.table("nat") is None:
+        tables = " and ".join(table.name for table in capture.tables)
+        found.append(f"there are capture rules in {tables}, and none in nat")
     ambient = any(t.chain("ISTIO_PRERT") for t in capture.tables)
     for table in capture.tables:
         found += _unreached(table)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agent.backends import registry
-from agent.backends.iptables_nft import NFT_FAMILY
+from agent.backends.iptables_nft import NFT_FAMILY, only_existing
 from agent.backends.iptables_tools import missing_tool, read_printable, without_empty
 from agent.backends.nftables import TABLE
 from agent.backends.session import Session
@@ -151,7 +151,8 @@ def _read(session: Session, chains: Sequence[NftChain]) -> _Rules:
         ]
         if name == IPTABLES_NFT:
             unreadable += _silent(found, lacking, compatible, chains)
-            found = without_empty(found)
+            there = {f: only_existing(r, _there(chains, f)) for f, r in found.items()}
+            found = without_empty(there)
         if found:
             loaded[name] = found
     tables = tuple(_native(session, chains, unreadable))
@@ -166,6 +167,11 @@ def _compatible(chains: Iterable[NftChain], family: Family) -> frozenset[str]:
     return frozenset(
         c.table for c in chains if c.family == NFT_FAMILY[family] and c.table in BUILTIN_CHAINS
     )
+
+
+def _there(chains: Iterable[NftChain], family: Family) -> set[tuple[str, str]]:
+    """Return (table, chain) of what there is: the tool prints every built-in chain of a table."""
+    return {(c.table, c.name) for c in chains if c.family == NFT_FAMILY[family]}
 
 
 def _names(chains: Iterable[NftChain], family: Family, table: str) -> tuple[str, ...]:

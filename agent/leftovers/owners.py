@@ -5,7 +5,7 @@ from itertools import islice
 
 from agent.leftovers import catalogue
 from agent.leftovers.catalogue import SHARED_WITH_KUBELET
-from agent.leftovers.finding import Finding, Kind, Severity, Takes
+from agent.leftovers.finding import Finding, Kind, Severity
 from agent.leftovers.look import Seen
 from agent.leftovers.node import Node, lack_of_life, listens, sign_of_life
 from agent.leftovers.owner import Role
@@ -110,7 +110,6 @@ def _kube_proxy(
     links = mine.links if with_rest else []
     if sets or links:
         evidence.append(f"{len(sets)} ipsets, {len(links)} interfaces of the ipvs mode")
-    tables = mine.tables if backend == NFTABLES else []
     return Finding(
         kind=Kind.KUBE_PROXY,
         severity=Severity.CRITICAL if endpoints else Severity.WARNING,
@@ -124,13 +123,7 @@ def _kube_proxy(
         evidence=tuple(evidence),
         explanation=explanation + ".",
         fix=f"intercept-agent clean {command} --only kube-proxy",
-        takes=Takes(
-            owners=frozenset({"kube-proxy"}),
-            chains=frozenset(mine.chains.get(backend, ())),
-            tables=frozenset((t.family, t.name) for t in tables),
-            sets=frozenset(sets),
-            links=frozenset(links),
-        ),
+        takes=takes(mine, backend, sets=sets, links=links),
     )
 
 
@@ -139,15 +132,11 @@ def networks(
 ) -> Iterator[Finding]:
     """Yield what CNIs left that are gone."""
     for mine in found.values():
-        if (
-            mine.owner.role is not Role.CNI
-            or not mine.backends
-            or sign_of_life(mine.owner, seen, node)
-        ):
+        held = mine.backends or ([""] if mine.sets else [])
+        if mine.owner.role is not Role.CNI or not held or sign_of_life(mine.owner, seen, node):
             continue
-        for backend in mine.backends:
-            last = backend == mine.backends[-1]
-            tables = mine.tables if backend == NFTABLES else []
+        for backend in held:
+            last = backend == held[-1]
             left = [f"interface {name} is still there" for name in mine.links if last]
             sets = mine.sets if last else []
             yield Finding(
@@ -160,12 +149,7 @@ def networks(
                 explanation=f"{mine.owner.title} is gone and its rules are still asked for every "
                 "packet: they can drop or translate traffic by what was true when it ended.",
                 fix=f"intercept-agent clean {command} --only foreign-cni",
-                takes=Takes(
-                    owners=frozenset({mine.owner.name}),
-                    chains=frozenset(mine.chains.get(backend, ())),
-                    tables=frozenset((t.family, t.name) for t in tables),
-                    sets=frozenset(sets),
-                ),
+                takes=takes(mine, backend, sets=sets),
             )
 
 

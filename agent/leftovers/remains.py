@@ -80,12 +80,20 @@ def _marked(table: Table, rules: Iterable[Rule]) -> Iterator[tuple[Owner, Rule]]
             yield owner, rule
 
 
-def takes(mine: Remains, backend: str) -> Takes:
+def takes(
+    mine: Remains, backend: str, *, sets: Iterable[str] = (), links: Iterable[str] = ()
+) -> Takes:
+    """Return what taking away this owner's part of a backend takes."""
     tables = mine.tables if backend == NFTABLES else []
     return Takes(
-        owners=frozenset({mine.owner.name}),
         chains=frozenset(mine.chains.get(backend, ())),
+        rules=frozenset(
+            ((backend, family, table, chain), rule)
+            for family, table, chain, rule in mine.rules.get(backend, ())
+        ),
         tables=frozenset((t.family, t.name) for t in tables),
+        sets=frozenset(sets),
+        links=frozenset(links),
     )
 
 

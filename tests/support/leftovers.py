@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.capturing import ROOT, command
+from tests.support.foreign import ISTIO_INIT
 from tests.support.netns import inside
 
 FLAVOURS = ("nft", "legacy")
@@ -30,7 +32,23 @@ KUBE_PROXY_CHAINS = frozenset(
         *("KUBE-SVC-TCOU7JCQXEZGVUNU", "KUBE-SEP-ABCDEFGHIJKLMNOP"),
     }
 )
-KUBE_PROXY_NFT = _rules("kube-proxy-nft.nft")
+KUBE_PROXY_NFT = _rules("kube-proxy.nft")
+KUBE_PROXY_IPVS = _rules("kube-proxy-ipvs.rules")
+KUBE_PROXY_SETS = """\
+create KUBE-CLUSTER-IP hash:ip,port family inet hashsize 1024 maxelem 65536
+add KUBE-CLUSTER-IP 10.96.0.1,tcp:443
+create KUBE-LOOP-BACK hash:ip,port,ip family inet hashsize 1024 maxelem 65536
+add KUBE-LOOP-BACK 10.0.0.53,udp:53,10.0.0.53
+"""
+
+
+# Cases of istio-init in which somebody's traffic is sent to a port, not only the proxy's.
+SENDS = re.compile(
+    r"(?m)^-[AI](?!.*owner).*-j (ISTIO_(IN_)?REDIRECT|ISTIO_TPROXY|REDIRECT.* 15053)"
+)
+LEADING = tuple(
+    name for name, case in ISTIO_INIT.items() if any(map(SENDS.search, case.texts.values()))
+)
 
 SIDECAR = _rules("sidecar.rules")
 AMBIENT = _rules("ambient.rules")
@@ -82,10 +100,8 @@ def as_host(namespace: str, *words: str) -> tuple[int, str, str]:
 
 
 LISTEN = """
-import socket, sys, time
-made = []
-for port in sys.argv[1:]:
-    made.append(socket.create_server(("127.0.0.1", int(port))))
+import socket, sys
+made = [socket.create_server((sys.argv[1], int(port))) for port in sys.argv[2:]]
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -93,7 +109,11 @@ sys.stdin.read()
 
 @contextmanager
 def listening(
-    namespace: str, *ports: int, name: str = "", folder: Path | None = None
+    namespace: str,
+    *ports: int,
+    name: str = "",
+    folder: Path | None = None,
+    address: str = "127.0.0.1",
 ) -> Iterator[int]:
     """Run a program in the namespace that listens on these ports; yields its PID.
 
@@ -105,7 +125,7 @@ def listening(
         link.unlink(missing_ok=True)
         link.symlink_to(python)
         python = link
-    words = (str(python), "-I", "-c", LISTEN, *map(str, ports))
+    words = (str(python), "-I", "-c", LISTEN, address, *map(str, ports))
     with subprocess.Popen(
         ("nsenter", f"--net=/run/netns/{namespace}", *words),
         stdin=subprocess.PIPE,

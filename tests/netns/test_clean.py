@@ -1,0 +1,323 @@
+"""Taking leftovers out and putting them back: all that was shown, nothing else, at any moment."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from agent.backends.protocol import Step
+from agent.kernel.namespaces import Place
+from agent.kernel.netns import Netns
+from agent.leftovers import backup, clean
+from agent.leftovers.clean import Planned
+from agent.leftovers.node import Node
+from agent.leftovers.scan import Subject
+from agent.model.errors import KernelRejected, RolledBack
+from agent.model.wanted import Known
+from tests.support import leftovers as left
+from tests.support.capturing import BACKENDS, EVERYTHING, capture, command, state
+from tests.support.foreign import ISTIO_INIT, add_foreign, counters, handles, without_capture
+from tests.support.leftovers import as_host, kinds, listening, load
+from tests.support.netns import inside, namespace, path_of
+
+DIAL = "import socket; socket.create_connection(('10.77.9.2', 8080), 5).close()"
+
+
+@pytest.fixture
+def backups(tmp_path: Path) -> Path:
+    return tmp_path / "backups"
+
+
+def cleaned(name: str, backups: Path, *words: str) -> Path:
+    """Clean a namespace by command and return the backup."""
+    line = ("clean", "--netns", name, "--yes", "--backup-dir", str(backups), "-o", "json")
+    code, out, err = command(*line, *words)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["removed"]
+    return Path(found["backup"])
+
+
+def restored(path: Path) -> None:
+    code, _, err = command("clean", "--restore", str(path))
+    assert code == 0, err
+
+
+def everything(name: str) -> dict[str, str]:
+    """Return everything in a namespace; tables that were made anew stand in another order."""
+    found = state(name)
+    listing = "\n".join(sorted(found["nft"].splitlines()))
+    return {**found, "nft": listing, "sets": inside(name, "ipset", "save")}
+
+
+def kube_proxy(name: str) -> None:
+    """Load what all three modes of kube-proxy leave."""
+    for flavour in left.FLAVOURS:
+        load(name, left.KUBE_PROXY, flavour)
+    inside(name, "nft", "-f", "-", stdin=left.KUBE_PROXY_NFT)
+    inside(name, "ipset", "restore", stdin=left.KUBE_PROXY_SETS)
+    load(name, left.KUBE_PROXY_IPVS)
+
+
+def surroundings(name: str) -> None:
+    """Load rules that nobody may touch."""
+    for flavour in left.FLAVOURS:
+        load(name, left.DOCKER, flavour)
+        load(name, left.KUBELET, flavour)
+    add_foreign(name)
+
+
+# --- kube-proxy -----------------------------------------------------------------------------------
+
+
+def test_all_three_modes_of_kube_proxy_go_at_once_and_come_back(netns: str, backups: Path) -> None:
+    surroundings(netns)
+    before, numbers, objects = everything(netns), counters(netns), handles(netns)
+    kube_proxy(netns)
+    whole = everything(netns)
+    path = cleaned(netns, backups, "--only", "kube-proxy")
+    assert everything(netns) == before
+    assert (counters(netns), handles(netns)) == (numbers, objects)
+    assert "kube-proxy" not in kinds(netns)
+    restored(path)
+    assert everything(netns) == whole
+
+
+def test_a_foreign_rule_that_leads_to_a_chain_goes_with_it_and_comes_back(
+    netns: str, backups: Path
+) -> None:
+    load(netns, left.KUBE_PROXY)
+    for line in ("-N MINE", "-A MINE -p tcp -j KUBE-MARK-MASQ", "-A MINE -p udp -j RETURN"):
+        inside(netns, "iptables-nft", "-t", "nat", *line.split())
+    before = everything(netns)
+    path = cleaned(netns, backups)
+    assert inside(netns, "iptables-nft", "-t", "nat", "-S", "MINE").count("-A") == 1
+    restored(path)
+    assert everything(netns) == before
+
+
+def test_the_backup_is_what_the_restore_tool_takes(netns: str, backups: Path) -> None:
+    load(netns, left.DOCKER)
+    load(netns, left.KUBE_PROXY)
+    before = everything(netns)
+    path = cleaned(netns, backups)
+    assert everything(netns) != before
+    inside(netns, "iptables-nft-restore", "--noflush", str(path))
+    assert everything(netns) == before
+
+
+def test_restoring_twice_changes_nothing_more(netns: str, backups: Path) -> None:
+    surroundings(netns)
+    kube_proxy(netns)
+    whole = everything(netns)
+    path = cleaned(netns, backups, "--only", "kube-proxy")
+    restored(path)
+    restored(path)
+    assert everything(netns) == whole
+
+
+# --- captures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", left.LEADING[::3])
+def test_whatever_istio_init_wrote_goes_whatever_its_flags_were(
+    netns: str, backups: Path, name: str
+) -> None:
+    add_foreign(netns)
+    before = everything(netns)
+    ISTIO_INIT[name].load(netns, "nft")
+    whole = everything(netns)
+    path = cleaned(netns, backups, "--only", "blackhole")
+    assert everything(netns) == before
+    restored(path)
+    assert everything(netns) == whole
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_traffic_flows_again_once_a_capture_without_a_proxy_is_gone(
+    backups: Path, backend: str
+) -> None:
+    with namespace("pod") as pod, namespace("peer") as peer:
+        link(pod, peer)
+        capture(pod, {**EVERYTHING, "enable_ipv6": False}, backend)
+        with listening(pod, 8080, address="10.77.9.2"):
+            with pytest.raises(AssertionError, match="refused"):
+                inside(peer, "python3", "-c", DIAL)
+            cleaned(pod, backups)
+            inside(peer, "python3", "-c", DIAL)
+        assert without_capture("".join(state(pod).values()))
+
+
+def link(pod: str, peer: str) -> None:
+    inside(pod, *f"ip link add eth0 type veth peer name eth0 netns {peer}".split())
+    for name, address in ((pod, "10.77.9.2/24"), (peer, "10.77.9.1/24")):
+        inside(name, "ip", "addr", "add", address, "dev", "eth0")
+        inside(name, "ip", "link", "set", "eth0", "up")
+
+
+def test_routing_goes_with_the_rules_and_comes_back(netns: str, backups: Path) -> None:
+    load(netns, left.AMBIENT)
+    inside(netns, *["ip", "route", "add", "local", "default", "dev", "lo", "table", "100"])
+    inside(netns, *["ip", "rule", "add", "fwmark", "0x111/0xfff", "pref", "32764", "lookup", "100"])
+    whole = everything(netns)
+    path = cleaned(netns, backups)
+    assert "0x111" not in inside(netns, "ip", "rule")
+    assert inside(netns, "ip", "route", "show", "table", "100", check=False) == ""
+    restored(path)
+    assert everything(netns) == whole
+
+
+def test_a_mesh_that_is_gone_is_taken_out(netns: str, backups: Path) -> None:
+    load(netns, left.DOCKER)
+    before = everything(netns)
+    load(netns, left.LINKERD)
+    cleaned(netns, backups)
+    assert everything(netns) == before
+
+
+def test_marked_rules_in_chains_of_the_kernel_go_too(netns: str, backups: Path) -> None:
+    load(netns, left.DOCKER)
+    before = everything(netns)
+    load(netns, left.CALICO)
+    cleaned(netns, backups)
+    assert everything(netns) == before
+
+
+# --- what is asked --------------------------------------------------------------------------------
+
+
+def test_nothing_is_removed_without_a_yes(netns: str, backups: Path) -> None:
+    load(netns, left.KUBE_PROXY)
+    before = everything(netns)
+    where = ("--netns", netns, "--backup-dir", str(backups))
+    code, out, err = command("clean", *where)
+    assert (code, "--yes" in err) == (2, True)
+    assert "-X KUBE-SERVICES" in out
+    code, out, _ = command("clean", *where, "--dry-run", "-o", "json")
+    assert (code, json.loads(out)["removed"]) == (1, [])
+    assert any("KUBE-SVC" in line for line in json.loads(out)["would_remove"])
+    assert everything(netns) == before
+    assert not backups.exists()
+
+
+def test_a_clean_namespace_needs_no_cleaning(netns: str) -> None:
+    surroundings(netns)
+    code, out, _ = command("clean", "--netns", netns, "--only", "kube-proxy", "-o", "json")
+    assert (code, json.loads(out)) == (0, {"removed": [], "backup": None})
+
+
+def test_only_the_kind_that_was_named_goes(netns: str, backups: Path) -> None:
+    load(netns, left.KUBE_PROXY)
+    load(netns, left.SIDECAR)
+    cleaned(netns, backups, "--only", "blackhole")
+    assert kinds(netns) == ["kube-proxy"]
+
+
+def test_the_nodes_own_namespace_needs_a_word_for_it(netns: str, backups: Path) -> None:
+    load(netns, left.KUBE_PROXY)
+    words = ("--yes", "--only", "kube-proxy", "--backup-dir", str(backups))
+    code, _, err = as_host(netns, "clean", "--netns", netns, *words)
+    assert (code, "--host" in err) == (3, True)
+    assert kinds(netns) == ["kube-proxy"]
+    code, out, _ = as_host(netns, "clean", "--all", "--dry-run", "-o", "json")
+    assert not [line for line in json.loads(out)["would_remove"] if line.startswith("host:")]
+    code, _, err = as_host(netns, "clean", "--host", *words)
+    assert (code, err) == (0, "")
+    assert kinds(netns) == []
+
+
+# --- while others write, and when it is killed ----------------------------------------------------
+
+
+def planned(name: str) -> Planned:
+    with Netns.open(path_of(name)) as opened:
+        subject = Subject(place=Place(opened.id, str(path_of(name)), name))
+    found = clean.prepare(subject, Node(), kinds=frozenset(), known_of=lambda _: Known())
+    assert found is not None
+    return found
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nobody gets to do anything about it."""
+
+
+class Until:
+    """Lets some steps happen and then fails."""
+
+    def __init__(self, steps: int, failure: BaseException) -> None:
+        self.left = steps
+        self.failure = failure
+
+    def __call__(self, _: Step) -> None:
+        if self.left == 0:
+            raise self.failure
+        self.left -= 1
+
+
+def perform(found: Planned, hook: Until) -> None:
+    clean.perform(found, Node(), kinds=frozenset(), known_of=lambda _: Known(), before_step=hook)
+
+
+def test_a_removal_of_what_is_not_there_any_more_is_refused(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    found = planned(netns)
+    inside(netns, "iptables-nft", "-t", "nat", "-A", "KUBE-SERVICES", "-j", "RETURN")
+    before = everything(netns)
+    with pytest.raises(clean.Moved):
+        perform(found, Until(9, Killed()))
+    assert everything(netns) == before
+
+
+def test_what_others_write_meanwhile_is_nobodys_business(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    found = planned(netns)
+    load(netns, left.DOCKER)
+    perform(found, Until(99, Killed()))
+    assert kinds(netns) == []
+    assert "DOCKER-USER" in inside(netns, "iptables-nft-save")
+
+
+@pytest.mark.parametrize("steps", [0, 2, 4])
+def test_whoever_is_killed_can_go_on_or_go_back(netns: str, tmp_path: Path, steps: int) -> None:
+    surroundings(netns)
+    clean_state = everything(netns)
+    kube_proxy(netns)
+    whole = everything(netns)
+    found = planned(netns)
+    backup.write(tmp_path / "b.txt", [found.saved])
+    with contextlib.suppress(Killed):
+        perform(found, Until(steps, Killed()))
+    with contextlib.suppress(AssertionError):  # there may be nothing left to do
+        perform(planned(netns), Until(99, Killed()))
+    assert everything(netns) == clean_state
+    restored(tmp_path / "b.txt")
+    assert everything(netns) == whole
+    with contextlib.suppress(Killed):
+        perform(planned(netns), Until(steps, Killed()))
+    restored(tmp_path / "b.txt")
+    assert everything(netns) == whole
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_write_that_is_refused_is_undone_with_all_before_it(netns: str, steps: int) -> None:
+    surroundings(netns)
+    kube_proxy(netns)
+    whole = everything(netns)
+    with pytest.raises(RolledBack):
+        perform(planned(netns), Until(steps, KernelRejected("no")))
+    assert everything(netns) == whole
+
+
+def test_a_backup_of_a_namespace_that_is_gone_is_not_put_elsewhere(backups: Path) -> None:
+    with namespace() as name:
+        load(name, left.KUBE_PROXY)
+        path = cleaned(name, backups)
+    code, _, err = command("clean", "--restore", str(path))
+    assert (code, "is gone" in err) == (3, True)
+
+
+def test_a_file_that_is_no_backup_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("*nat\nCOMMIT\n")
+    code, _, err = command("clean", "--restore", str(tmp_path / "x"))
+    assert (code, "no backup" in err) == (2, True)
