@@ -27,8 +27,17 @@ class Process:
 
     @property
     def names(self) -> frozenset[str]:
-        """What it is called: the kernel cuts its own name off after 15 letters."""
-        return frozenset({self.name, os.path.basename(self.words[0]) if self.words else self.name})
+        """What it is called: the kernel cuts its own name off after 15 letters.
+
+        A Python program is called by its script or module.
+        """
+        found = {self.name}
+        if self.words:
+            first = os.path.basename(self.words[0])
+            found.add(first)
+            if first.startswith("python"):
+                found |= {os.path.basename(word) for word in self.words[1:4] if word[:1] != "-"}
+        return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ def _pinned(owner: Owner, mount: Path, paths: list[str]) -> Finding:
     tops = sorted({Path(path).relative_to(mount).parts[0] for path in paths})
     return Finding(
         kind=Kind.EBPF,
-        severity=Severity.WARNING,
+        # What this agent pins is made to outlive it, so it may only be down for a while.
+        severity=Severity.INFO if owner.name == "intercept-agent" else Severity.WARNING,
         where=Where(backend="ebpf"),
         objects=tuple(paths),
         owner=owner.name,

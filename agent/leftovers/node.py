@@ -94,6 +94,8 @@ def listens(seen: Seen, protocol: str, port: int) -> bool:
 
 
 def _is(process: Process, owner: Owner) -> bool:
+    if owner.verb and owner.verb not in process.words:
+        return False
     wanted = {name[:COMM_LENGTH] for name in owner.processes} | set(owner.processes)
     if process.names & wanted:
         inside = {name for name, _ in owner.embedded}

@@ -38,6 +38,7 @@ class Owner:
     policies: tuple[tuple[int, int, int], ...] = ()  # mark, mask, route table
     cni_types: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
+    verb: str = ""
     embedded: tuple[tuple[str, str], ...] = ()
     health: tuple[int, ...] = ()
     heartbeats: tuple[str, ...] = ()

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fakes.fake_cri import FakeCri, FakeSandbox, changed, serving
 from tests.support import leftovers as left
-from tests.support.capturing import BACKENDS, EVERYTHING, capture, command
+from tests.support.capturing import BACKENDS, EVERYTHING, ROOT, capture, command
 from tests.support.foreign import ISTIO_INIT, add_foreign
 from tests.support.leftovers import as_host, findings, kinds, listening, load, only, scanned
 from tests.support.netns import inside, namespace, snapshot
@@ -84,9 +88,8 @@ def test_the_table_of_kube_proxys_nftables_mode_is_found(netns: str) -> None:
 
 
 def test_a_host_without_kube_proxy_and_its_chains_says_exactly_that(netns: str) -> None:
-    code, out, _ = as_host(netns, "scan", "--host", "--conf-dir", "/nonexistent")
-    assert code == 0
-    assert "0 KUBE- chains and no kube-proxy" in out
+    [remark] = [r for r in host_scan(netns)["scanned"]["remarks"] if "KUBE-" in r]
+    assert remark == "host: 0 KUBE- chains and no kube-proxy: it has left nothing here"
 
 
 # --- captures -------------------------------------------------------------------------------------
@@ -198,9 +201,8 @@ def test_what_istio_init_writes_is_whole(netns: str, name: str) -> None:
 
 def test_a_capture_in_the_nodes_own_namespace_is_found(netns: str) -> None:
     load(netns, left.SIDECAR)
-    code, out, _ = as_host(netns, "scan", "--host", "-o", "json", "--conf-dir", "/nonexistent")
-    [found] = json.loads(out)["findings"]
-    assert (code, found["kind"], found["severity"]) == (1, "host-rules", "critical")
+    [found] = [f for f in host_scan(netns)["findings"] if f["where"]["netns"] == "host"]
+    assert (found["kind"], found["severity"]) == ("host-rules", "critical")
     assert "--host" in found["fix"]
 
 
@@ -237,6 +239,25 @@ def test_rules_of_docker_and_of_nobody_known_are_no_leftovers(netns: str) -> Non
     load(netns, left.DOCKER)
     add_foreign(netns)
     assert set(kinds(netns)) <= {"mixed-backends"}  # add_foreign loads both flavours
+
+
+def test_rules_that_cni_plugins_make_in_use_are_no_leftovers(netns: str, folder: Path) -> None:
+    with namespace("pod") as pod:
+        left.cni_chain(netns, pod, folder)
+        loaded = inside(netns, "iptables-save")
+        for chain in ("CNI-HOSTPORT-DNAT", "CNI-DN-", "CNI-FORWARD", "MASQUERADE"):
+            assert chain in loaded
+        assert findings(netns) == []
+        assert findings(pod) == []
+        document = host_scan(netns)
+        assert [f for f in document["findings"] if f["where"]["netns"]] == []
+
+
+def host_scan(name: str) -> dict[str, Any]:
+    """Scan a namespace as the node's own."""
+    _, out, _ = as_host(name, "scan", "--host", "-o", "json", "--conf-dir", "/nonexistent")
+    found: dict[str, Any] = json.loads(out)
+    return found
 
 
 def test_rules_for_one_hook_in_both_backends_are_told_with_their_numbers(netns: str) -> None:
@@ -296,8 +317,8 @@ def test_a_conflist_whose_plugin_is_gone_is_found(netns: str, folder: Path) -> N
     (folder / "10-n.conflist").write_text(text)
     words = ("--host", "--conf-dir", str(folder), "--bin-dir", str(folder / "bin"), "-o", "json")
     _, out, _ = as_host(netns, "scan", *words)
-    [found] = json.loads(out)["findings"]
-    assert (found["kind"], found["severity"]) == ("cni-config", "critical")
+    [found] = [f for f in json.loads(out)["findings"] if f["kind"] == "cni-config"]
+    assert found["severity"] == "critical"
     assert found["objects"][1:] == ["host-local", "istio-cni"]
 
 
@@ -318,6 +339,30 @@ def test_every_namespace_is_looked_into_once(netns: str) -> None:
     with listening(netns):  # known by its name and by a process
         found = scanned("--all", "--conf-dir", "/nonexistent")["findings"]
     assert [f["kind"] for f in found if f["where"]["netns"] == netns] == ["blackhole"]
+
+
+def test_a_person_sees_how_far_it_is_and_a_pipe_does_not(netns: str) -> None:
+    line = f"{sys.executable} -m agent.cli.main scan --netns {netns}"
+    watched = inside_terminal(line)
+    assert "looking" in watched
+    assert "nothing found" in watched
+    _, out, err = command("scan", "--netns", netns)
+    assert ("looking" in out + err, "nothing found" in out) == (False, True)
+
+
+def inside_terminal(line: str) -> str:
+    """Run a command on a terminal and return all that it wrote there."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    done = subprocess.run(
+        ("script", "-qec", line, "/dev/null"),
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
 
 
 def test_json_is_all_that_is_printed_and_lines_say_what_to_do(netns: str) -> None:

@@ -143,3 +143,37 @@ def listening(
 def legacy_tables(namespace: str) -> str:
     """Return the legacy tables that exist: asking iptables for one would make it."""
     return inside(namespace, "cat", "/proc/net/ip_tables_names", "/proc/net/ip6_tables_names")
+
+
+# --- real CNI plugins -----------------------------------------------------------------------------
+
+CNI_BIN = Path("/usr/lib/cni")
+
+
+def cni_chain(host: str, pod: str, folder: Path) -> None:
+    """Have bridge, portmap and firewall attach a pod, with `host` as the node's namespace."""
+    about = {"cniVersion": "1.0.0", "name": "it-net"}
+    ranges = [[{"subnet": "10.79.0.0/24"}]]
+    ipam = {"type": "host-local", "dataDir": str(folder), "ranges": ranges}
+    mappings = [{"hostPort": 8081, "containerPort": 80, "protocol": "tcp"}]
+    result: object = None
+    for plugin in (
+        {"type": "bridge", "bridge": "cni0", "isGateway": True, "ipMasq": True, "ipam": ipam},
+        {"type": "portmap", "runtimeConfig": {"portMappings": mappings}},
+        {"type": "firewall", "backend": "iptables"},
+    ):
+        before = {"prevResult": result} if result else {}
+        result = json.loads(_cni(host, pod, {**about, **plugin, **before}))
+
+
+def _cni(host: str, pod: str, document: Mapping[str, Any]) -> str:
+    values = {
+        "CNI_COMMAND": "ADD",
+        "CNI_CONTAINERID": "it-container",
+        "CNI_NETNS": f"/run/netns/{pod}",
+        "CNI_IFNAME": "eth0",
+        "CNI_PATH": str(CNI_BIN),
+    }
+    words = (f"{name}={value}" for name, value in values.items())
+    plugin = str(CNI_BIN / document["type"])
+    return inside(host, "env", *words, plugin, stdin=json.dumps(document))
