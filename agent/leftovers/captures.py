@@ -15,7 +15,7 @@ from agent.leftovers.owner import Role
 from agent.leftovers.reach import Goal, goals
 from agent.model.plan import LocalRoute, PolicyRule, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
-from agent.model.state import NFTABLES
+from agent.model.state import GUARD, NFTABLES
 from agent.model.wanted import PASSTHROUGH, captures
 
 NATIVE_GOAL = re.compile(r"(redirect to|tproxy (?:ip |ip6 )?to) \S*:(\d+)")
@@ -126,6 +126,26 @@ def on_pod(found: Found) -> Iterator[Finding]:
     yield from _partial(found, wants=wants)
     if len(found.parts) > 1:
         yield _doubled(found)
+
+
+def lone_guard(seen: Seen, pod: PodFact | None, command: str) -> Iterator[Finding]:
+    """Yield the finding about a guard without its capture, which lets nothing through."""
+    if GUARD not in seen.state.loaded:
+        return
+    yield Finding(
+        kind=Kind.PARTIAL_CAPTURE,
+        severity=Severity.CRITICAL,
+        where=Where(netns=seen.name, pod=pod.title if pod else "", backend=NFTABLES),
+        objects=tuple(f"table inet {t}" for t, b in OWN_TABLES.items() if b == GUARD),
+        owner="intercept-agent",
+        evidence=("the guard of a capture is loaded, and no capture",),
+        explanation="What should be redirected is dropped and nothing redirects it: a run was "
+        "killed, or somebody took the capture out and left its guard.",
+        fix=f"intercept-agent check {command}"
+        if pod and pod.wants
+        else _clean(command, Kind.PARTIAL_CAPTURE),
+        takes=Takes() if pod and pod.wants else Takes(capture=True),
+    )
 
 
 def on_host(found: Found, node: Node) -> Iterator[Finding]:

@@ -26,14 +26,14 @@ from agent.kernel.sockets import KernelSocket, SocketTable
 from agent.leftovers import catalogue
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Rulesets
-from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
+from agent.model.state import GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
 
 REMEMBERED = 64
 TOO_MANY_TO_REMEMBER = 500  # chains; their digest alone takes as long as reading them
 
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
-OWN_TABLES = {TABLE: NFTABLES, registry.GUARD_TABLE: registry.GUARD}
+OWN_TABLES = {TABLE: NFTABLES, registry.GUARD_TABLE: GUARD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def _rules(session: Session) -> _Rules:
 def _read(session: Session, chains: Sequence[NftChain]) -> _Rules:
     loaded: dict[str, Rulesets] = {}
     unreadable: list[Unreadable] = []
-    legacy = [f for f in Family if session.eye.legacy_tables().get(f.version)]
+    legacy = [f for f in Family if session.eye.legacy.tables().get(f.version)]
     compatible = {f: _compatible(chains, f) for f in Family}
     for name, flavour, families in (
         (IPTABLES_NFT, "nft", [f for f in Family if compatible[f]]),

@@ -124,6 +124,8 @@ def judge(seen: Seen, node: Node, subject: Subject) -> Iterator[Finding]:
     capture = captures.find(seen, pod, command)
     if capture:
         yield from captures.on_host(capture, node) if subject.host else captures.on_pod(capture)
+    else:
+        yield from captures.lone_guard(seen, pod, command)
     known = remains(seen)
     yield from owners.service_proxy(seen, node, known, command)
     yield from owners.networks(seen, node, known, command)

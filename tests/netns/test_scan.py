@@ -183,6 +183,15 @@ def test_a_torn_capture_is_partial(netns: str, change: tuple[str, ...]) -> None:
         assert kinds(netns) == ["partial-capture"]
 
 
+def test_a_guard_without_its_capture_is_found(netns: str) -> None:
+    capture(netns, {**EVERYTHING, "enable_ipv6": False, "guard": "standing"}, "iptables-nft")
+    with listening(netns, 15001, 15006):
+        assert kinds(netns) == []
+    inside(netns, "nft", "delete", "table", "ip", "nat")
+    found = only(netns)
+    assert (found["kind"], found["severity"]) == ("partial-capture", "critical")
+
+
 def test_a_rule_before_the_capture_is_told_with_its_place(netns: str) -> None:
     load(netns, left.SIDECAR)
     line = "iptables-nft -t nat -I OUTPUT 1 -p tcp -m owner --uid-owner 0 -j RETURN"
