@@ -35,6 +35,7 @@ from agent.node.config import Config, Listen, load
 from agent.node.events import Events
 from agent.node.explanation import explain
 from agent.node.feed import Feed
+from agent.node.leftover_watch import LeftoverWatch
 from agent.node.memory import Memory
 from agent.node.reconciler import Pod, Reconciler
 from agent.node.roster import Roster
@@ -75,6 +76,13 @@ class Daemon:
             publish=self._feed.publish,
         )
         self._proxies = ProxyMetrics(self._worker, self._reconciler.pods.values, self._metrics)
+        self._leftovers = LeftoverWatch(
+            self._worker,
+            self._reconciler.pods.values,
+            self._events,
+            self._metrics,
+            cni=lambda: (self._config.cni_conf_dir, self._config.cni_bin_dir),
+        )
         self._roster = Roster(
             self._reconciler, Memory(config.state_dir), _policy(config), changed=self._count
         )
@@ -162,6 +170,7 @@ class Daemon:
             async with asyncio.TaskGroup() as self._group:
                 await self._parts.have(self._first)
                 self._start(self._reload_when_told())
+                self._start(self._leftovers.run())
                 log.info("started", extra={"socket": str(self._config.socket)})
                 await self._ended.wait()
                 for task in self._tasks:
@@ -220,6 +229,7 @@ class Daemon:
         self._metrics.connected.labels(source.name).set(source.connected)
         self._told.add(source.name)
         self._roster.hear(source.name, update)
+        self._leftovers.poke()
         self._grpc.changed()
 
     def _hear_cni(self, state: State) -> None:
@@ -361,7 +371,11 @@ class Daemon:
         async def config() -> Answer:
             return Answer.of(json.loads(json.dumps(asdict(self._config), default=str)))
 
-        return {"/debug/pods": pods, "/debug/events": events, "/debug/config": config}
+        async def leftovers() -> Answer:
+            return Answer.of(self._leftovers.document())
+
+        pages = {"/debug/leftovers": leftovers, "/debug/events": events}
+        return {**pages, "/debug/pods": pods, "/debug/config": config}
 
 
 def _policy(config: Config) -> Policy:

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from agent.cli import output
 from agent.cli.agent_client import AgentClient, AgentSays, socket_path
@@ -60,9 +59,9 @@ def require_root(what: str) -> None:
 def folders(arguments: argparse.Namespace) -> Folders:
     """Return where CNI's files are: by option, by the agent's configuration, or the usual ones."""
     known = config.load(arguments.config)
-    conf = arguments.conf_dir or known.cni_conf_dir or CONF_DIR
-    binary = arguments.bin_dir or known.cni_bin_dir
-    return Folders(conf_dir=Path(conf), bin_dirs=(Path(binary),) if binary else BIN_DIRS)
+    return Folders.of(
+        arguments.conf_dir or known.cni_conf_dir, arguments.bin_dir or known.cni_bin_dir
+    )
 
 
 def gather(arguments: argparse.Namespace) -> tuple[tuple[Subject, ...], Node, tuple[str, ...]]:

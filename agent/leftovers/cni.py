@@ -22,6 +22,14 @@ class Folders:
     conf_dir: Path = CONF_DIR
     bin_dirs: tuple[Path, ...] = BIN_DIRS
 
+    @classmethod
+    def of(cls, conf_dir: str | Path | None, bin_dir: str | Path | None) -> "Folders":
+        """Return these folders; None stands for the usual ones."""
+        return cls(
+            conf_dir=Path(conf_dir) if conf_dir else CONF_DIR,
+            bin_dirs=(Path(bin_dir),) if bin_dir else BIN_DIRS,
+        )
+
 
 def findings(folders: Folders) -> Iterator[Finding]:
     """Yield the configurations that a runtime would fail with.

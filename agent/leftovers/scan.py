@@ -4,7 +4,7 @@ Nothing is written. One namespace that cannot be read is a finding and does not 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agent.backends.session import reading
@@ -81,8 +81,7 @@ def scan(
     totals = _Totals()
     found: list[Finding] = []
     if folders is not None:
-        found += cni.findings(folders)
-        found += ebpf.findings(node)
+        found += on_node(folders, node)
     for subject in subjects:
         progress(subject.place.name)
         try:
@@ -102,19 +101,35 @@ def scan(
     )
 
 
-def _look_into(subject: Subject, node: Node, totals: _Totals, *, alone: bool) -> Iterable[Finding]:
+def inspect(netns: Netns, subject: Subject, node: Node) -> tuple[Seen, tuple[Finding, ...]]:
+    """Return what an open namespace holds and what of it is left over.
+
+    Raises: StateUnreadable, EnvironmentLacks.
+    """
+    with reading(netns) as session:
+        seen = look(session, subject.place.name)
+    return seen, tuple(judge(seen, node, subject))
+
+
+def on_node(folders: cni.Folders, node: Node) -> tuple[Finding, ...]:
+    """Return what is left over on the node outside of namespaces: CNI files, pins of eBPF."""
+    return (*cni.findings(folders), *ebpf.findings(node))
+
+
+def _look_into(
+    subject: Subject, node: Node, totals: _Totals, *, alone: bool
+) -> tuple[Finding, ...]:
     with Netns.open(subject.place.path) as netns:
         if netns.id != subject.place.id:
             raise NamespaceRefused(f"{subject.place.name} is another namespace now")
-        with reading(netns) as session:
-            seen = look(session, subject.place.name)
+        seen, found = inspect(netns, subject, node)
     totals.namespaces += 1
     totals.rules += seen.rule_count
     chains = _kube_chains(seen)
     totals.kube_chains += chains
     if subject.host or alone:
         totals.remarks.append(_kube_remark(subject, seen, node, chains))
-    return list(judge(seen, node, subject))
+    return found
 
 
 def judge(seen: Seen, node: Node, subject: Subject) -> Iterator[Finding]:

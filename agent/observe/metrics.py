@@ -1,5 +1,7 @@
 """The agent's own metrics, in a registry of their own."""
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,6 +53,9 @@ class Metrics:
             "Time until the first certificate of the pod's proxy expires; negative if it has",
             *("namespace", "pod"),
         )
+        self.leftovers = self._gauge(
+            "leftovers", "What others left behind on this node, by kind", "kind"
+        )
         self.worker_restarts = self._gauge(
             "worker_restarts", "How often the worker was started again"
         )
@@ -78,6 +83,10 @@ class Metrics:
 
     def drifted(self, result: str) -> None:
         self.drift.labels(result).inc()
+
+    def found_leftovers(self, counts: Mapping[str, int]) -> None:
+        for kind, number in counts.items():
+            self.leftovers.labels(kind).set(number)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

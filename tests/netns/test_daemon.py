@@ -226,3 +226,19 @@ def test_pod_whose_namespace_ended_while_no_agent_ran_is_forgotten(folder: Path)
         agent.start()
         assert agent.pod("web") is None
         assert inside(name, "nft", "list", "ruleset") == ""
+
+
+def test_leftovers_of_a_pod_are_shown_by_page_and_metric(folder: Path, netns: str) -> None:
+    with running(folder, static=static(netns)) as agent:
+
+        def of_the_pod() -> list[dict[str, object]]:
+            document = json.loads(agent.get("status", "/debug/leftovers")[1])
+            return [f for f in document["findings"] if f["where"]["pod"]]
+
+        wait_for(of_the_pod, timeout_s=60)
+        [finding] = of_the_pod()
+        # The pod asks for its capture, and no proxy listens in it.
+        assert (finding["kind"], finding["severity"]) == ("blackhole", "warning")
+        metrics = agent.get("status", "/metrics")[1]
+        assert 'intercept_leftovers{kind="blackhole"} ' in metrics
+        assert 'intercept_leftovers{kind="stale-capture"} 0.0' in metrics

@@ -1,0 +1,146 @@
+"""Scans the pods of the node and the node itself for leftovers: on a timer, and soon after news.
+
+Nothing is removed here: `clean` does that, when somebody says so. Each namespace is a job of the
+worker, one after the other, so a scan never takes more than one of its threads.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from agent.kernel import netns
+from agent.leftovers.finding import Kind, Severity
+from agent.leftovers.node import wants_capture
+from agent.model.errors import AgentError
+from agent.node.events import Events
+from agent.node.reconciler import Jobs, Pod
+
+# Pods come in bunches, and their proxies need a moment to listen; later, little changes by itself.
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 600.0
+
+Document = Mapping[str, Any]
+Key = tuple[str, str, str]
+"""What makes a finding the same as before: its place, its kind and its owner."""
+
+
+class Meter(Protocol):
+    """Counts what is found; the daemon's metrics are the real one."""
+
+    def found_leftovers(self, counts: Mapping[str, int]) -> None: ...
+
+
+class LeftoverWatch:
+    """The last scan, and the loop that renews it. For one event loop."""
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        pods: Callable[[], Iterable[Pod]],
+        events: Events,
+        meter: Meter,
+        *,
+        cni: Callable[[], tuple[Path | None, Path | None]],
+        first_pause_s: float = FIRST_PAUSE_S,
+    ) -> None:
+        self._jobs = jobs
+        self._pods = pods
+        self._events = events
+        self._meter = meter
+        self._cni = cni
+        self._first_pause_s = first_pause_s
+        self._news = asyncio.Event()
+        self._seen: set[Key] = set()
+        self._told: set[Key] = set()
+        self._findings: list[Document] = []
+        self._scanned: dict[str, object] = {"namespaces": 0, "time": None, "failed": []}
+
+    def poke(self) -> None:
+        """Say that a pod came, went or changed."""
+        self._news.set()
+
+    def document(self) -> dict[str, object]:
+        """Return the last scan as `scan -o json` has it."""
+        return {"findings": list(self._findings), "scanned": dict(self._scanned)}
+
+    async def run(self) -> None:
+        """Scan until cancelled: soon after news, and then ever more rarely."""
+        pause_s = self._first_pause_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), pause_s)
+                pause_s = self._first_pause_s
+                await asyncio.sleep(pause_s)
+            self._news.clear()
+            await self.scan()
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def scan(self) -> None:
+        """Look into the node's namespace and every pod's, and tell what is new and what is gone."""
+        found: list[Document] = []
+        failed: list[str] = []
+        looked = 0
+        for name, path, request in self._subjects():
+            try:
+                found += await self._look(path, request)
+                looked += 1
+            except (AgentError, OSError) as error:
+                failed.append(f"{name}: {error}")
+        self._findings = found
+        self._scanned = {"namespaces": looked, "time": time.time(), "failed": failed}
+        counts = Counter(str(finding["kind"]) for finding in found)
+        self._meter.found_leftovers({kind.value: counts[kind.value] for kind in Kind})
+        self._tell(found)
+
+    def _subjects(self) -> list[tuple[str, str, dict[str, object]]]:
+        subjects: list[tuple[str, str, dict[str, object]]] = []
+        with contextlib.suppress(AgentError), netns.open_target("host")[0] as host:
+            names = ("conf_dir", "bin_dir")
+            folders = {n: str(p) if p else None for n, p in zip(names, self._cni(), strict=True)}
+            subjects.append(("host", host.path, {"name": "host", "host": True, "cni": folders}))
+        for pod in self._pods():
+            if pod.wish.netns is None:
+                continue
+            wants = wants_capture(pod.wish.reason, captured=pod.wish.settings is not None)
+            about = {"title": pod.wish.label, "wants": wants, "reason": pod.wish.text}
+            request = {"name": f"pod:{pod.wish.label}", "host": False, "pod": about}
+            subjects.append((pod.wish.label, pod.wish.netns, request))
+        return subjects
+
+    async def _look(self, path: str, request: Mapping[str, Any]) -> list[Document]:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            answer = await self._jobs.job("scan", fd, **request)
+        finally:
+            os.close(fd)
+        found = answer["findings"]
+        return found if isinstance(found, list) else []
+
+    def _tell(self, found: Iterable[Document]) -> None:
+        """Add an event for each finding that is new, and for each that is gone.
+
+        What is not critical is told when it is seen for the second time: a proxy that has only just
+        been started does not listen yet.
+        """
+        now = {_key(finding): finding for finding in found}
+        for key, finding in now.items():
+            lasting = key in self._seen or finding["severity"] == Severity.CRITICAL
+            if lasting and key not in self._told:
+                place, kind, owner = key
+                self._told.add(key)
+                self._events.add("leftover", place, f"{kind} ({owner}): {finding['explanation']}")
+        for place, kind, owner in sorted(self._told - now.keys()):
+            self._events.add("leftover-gone", place, f"{kind} ({owner}) is gone")
+        self._told &= now.keys()
+        self._seen = set(now)
+
+
+def _key(finding: Document) -> Key:
+    where = finding["where"]
+    place = where["pod"] or where["netns"] or "host"
+    return str(place), str(finding["kind"]), str(finding["owner"])
