@@ -176,7 +176,7 @@ def _ask(arguments: argparse.Namespace, lines: list[str]) -> None:
     """Return if the removal may be made. Raises: InvalidSettings, EnvironmentLacks."""
     if arguments.yes:
         return
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if arguments.output == "json" or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise InvalidSettings(
             (
                 f"{output.count(len(lines), 'step')} would be made and nobody can be asked: say "

@@ -21,7 +21,7 @@ from agent.kernel.netns import Netns
 from agent.model.plan import plan
 from agent.model.ruleset import Family
 from agent.model.settings import Settings, parse
-from tests.bench import node
+from tests.bench import leftovers, node
 from tests.support.netns import namespace, path_of
 
 RUNS = 25
@@ -105,6 +105,7 @@ def main() -> int:
         os.environ["INTERCEPT_STATE_DIR"] = state  # the records of all these namespaces
         table()
         node.show()
+        leftovers.show()
     return 0
 
 
