@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 export PATH := $(PATH):/usr/sbin:/sbin
 
 # The last row is what python-iptables, which is published as source only, needs to be built.
-PACKAGES := iptables nftables libnftables1 libxtables12 libip4tc2 libip6tc2 \
+PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc2 \
 	iproute2 conntrack procps util-linux ca-certificates git openssl python3 python3-venv \
 	containerd runc containernetworking-plugins busybox-static \
 	python3-dev gcc libc6-dev

@@ -25,7 +25,11 @@ def mixed(seen: Seen, pod: str, command: str) -> Iterator[Finding]:
         return
     sides = {b: _owners(seen.state.of(b)) for b in (IPTABLES_NFT, IPTABLES_LEGACY)}
     totals = {b: sum(r.rule_count() for r in seen.state.of(b).values()) for b in sides}
-    both = sorted(set.intersection(*sides.values()))
+    both = sorted(
+        name
+        for name in set.intersection(*sides.values())
+        if catalogue.by_name(name).role is not Role.NEVER
+    )
     named = sorted(set.union(*sides.values()))
     whose = {
         b: f" (of {', '.join(sorted(owners))})" if owners else "" for b, owners in sides.items()

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agent.formats.iptables_save import render_rule
 from agent.leftovers import catalogue
@@ -148,6 +148,30 @@ def lone_guard(seen: Seen, pod: PodFact | None, command: str) -> Iterator[Findin
     )
 
 
+def lone_sets(seen: Seen, node: Node, command: str) -> Iterator[Finding]:
+    """Yield the finding about ipsets of the ambient agent that no rule asks any more."""
+    sets = _ambient_sets(seen)
+    owner = catalogue.by_name("istio-ambient")
+    if not sets or running(owner, node):
+        return
+    yield Finding(
+        kind=Kind.HOST_RULES,
+        severity=Severity.INFO,
+        where=Where(netns=seen.name),
+        objects=tuple(f"ipset {name}" for name in sets),
+        owner=owner.name,
+        evidence=(f"{len(sets)} ipsets, no rule that asks them, and no process of {owner.title}",),
+        explanation="The addresses of enrolled pods are still kept; nothing asks for them.",
+        fix=_clean(command, Kind.HOST_RULES),
+        takes=Takes(sets=frozenset(sets)),
+    )
+
+
+def _ambient_sets(seen: Seen) -> tuple[str, ...]:
+    owners = ((each.name, catalogue.owner_of_set(each.name)) for each in seen.sets)
+    return tuple(name for name, owner in owners if owner and owner.role is Role.CAPTURE)
+
+
 def on_host(found: Found, node: Node) -> Iterator[Finding]:
     """Yield the finding about mesh rules in the node's own namespace.
 
@@ -169,7 +193,7 @@ def on_host(found: Found, node: Node) -> Iterator[Finding]:
         "traffic of the node and of every pod that shares its network. A capture belongs into a "
         "pod's namespace.",
         fix=_clean(found.command, Kind.HOST_RULES),
-        takes=found.takes(),
+        takes=replace(found.takes(), sets=frozenset(_ambient_sets(found.seen))),
     )
 
 

@@ -1,49 +1,65 @@
-"""Findings about eBPF: pins whose owner is gone."""
+"""Findings about eBPF: programs and pins whose owner is gone. They go on working without it."""
 
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from agent.kernel import bpffs
+from agent.kernel import bpf_programs, bpffs
+from agent.kernel.bpf_programs import Program
 from agent.leftovers import catalogue
 from agent.leftovers.finding import Finding, Kind, Severity, Where
 from agent.leftovers.node import Node, running
 from agent.leftovers.owner import Owner
 
+Pins = Mapping[Path, list[str]]
+"""Pins by the mount of the bpf file system that they are in."""
+
 
 def findings(node: Node) -> Iterator[Finding]:
-    """Yield, by owner, the pins of programs that are gone. They go on working without them.
-
-    Where not every process can be seen, nothing can be said.
-    """
+    """Yield one finding an owner. Where not every process can be seen, nothing can be said."""
     if not node.all_visible:
         return
+    pins: dict[str, dict[Path, list[str]]] = defaultdict(dict)
     for mount in bpffs.mounts():
-        pins: dict[str, list[str]] = {}
         for path in bpffs.pins(mount):
-            owner = catalogue.owner_of_pin(os.path.relpath(path, mount))
-            if owner is not None:
-                pins.setdefault(owner.name, []).append(path)
-        for name, paths in pins.items():
-            owner = catalogue.by_name(name)
-            if running(owner, node) is None:
-                yield _pinned(owner, mount, paths)
+            if owner := catalogue.owner_of_pin(os.path.relpath(path, mount)):
+                pins[owner.name].setdefault(mount, []).append(path)
+    loaded: dict[str, list[Program]] = defaultdict(list)
+    for program in bpf_programs.programs():
+        if owner := catalogue.owner_of_program(program.name):
+            loaded[owner.name].append(program)
+    for name in sorted(pins.keys() | loaded.keys()):
+        owner = catalogue.by_name(name)
+        if running(owner, node) is None:
+            yield _finding(owner, pins[name], loaded[name])
 
 
-def _pinned(owner: Owner, mount: Path, paths: list[str]) -> Finding:
-    tops = sorted({Path(path).relative_to(mount).parts[0] for path in paths})
+def _finding(owner: Owner, pins: Pins, loaded: Iterable[Program]) -> Finding:
+    paths = [path for found in pins.values() for path in found]
+    names = [f"program {program.name} (id {program.id})" for program in loaded]
+    evidence = [
+        f"{len(found)} pins of {owner.title} below {mount}" for mount, found in pins.items()
+    ]
+    if names:
+        evidence.append(f"{len(names)} programs of {owner.title} are loaded")
     return Finding(
         kind=Kind.EBPF,
         # What this agent pins is made to outlive it, so it may only be down for a while.
         severity=Severity.INFO if owner.name == "intercept-agent" else Severity.WARNING,
         where=Where(backend="ebpf"),
-        objects=tuple(paths),
+        objects=(*paths, *names),
         owner=owner.name,
-        evidence=(
-            f"{len(paths)} pins of {owner.title} below {mount}",
-            f"no process {' or '.join(owner.processes[:2])} runs on this node",
-        ),
+        evidence=(*evidence, f"no process {' or '.join(owner.processes[:2])} runs on this node"),
         explanation=f"Programs and maps of {owner.title} live on without it: what is attached goes "
         "on steering traffic by maps that nobody keeps up to date.",
-        fix=f"rm -r {' '.join(str(mount / top) for top in tops)}",
+        fix="; ".join(_fixes(pins, unpinned=bool(names))),
     )
+
+
+def _fixes(pins: Pins, *, unpinned: bool) -> Iterator[str]:
+    for mount, paths in pins.items():
+        tops = sorted({Path(path).relative_to(mount).parts[0] for path in paths})
+        yield f"rm -r {' '.join(str(mount / top) for top in tops)}"
+    if unpinned:
+        yield "bpftool net and bpftool cgroup tree show what is attached, bpftool detaches it"

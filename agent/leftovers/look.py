@@ -11,6 +11,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from agent.backends import registry
 from agent.backends.iptables_nft import NFT_FAMILY, only_existing
@@ -31,6 +32,7 @@ from agent.model.state import GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, Na
 REMEMBERED = 64
 TOO_MANY_TO_REMEMBER = 500  # chains; their digest alone takes as long as reading them
 
+IPVS = Path("/proc/thread-self/net/ip_vs")
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 OWN_TABLES = {TABLE: NFTABLES, registry.GUARD_TABLE: GUARD}
@@ -77,6 +79,7 @@ class Seen:
     links: tuple[str, ...] = ()
     listeners: tuple[KernelSocket, ...] | None = None
     addressed: frozenset[Family] = frozenset()
+    ipvs_services: int = 0
 
     @property
     def rule_count(self) -> int:
@@ -96,7 +99,7 @@ def look(session: Session, name: str) -> Seen:
     try:
         rules = _rules(session)
         routes = routing.read_routes(session.rtnl, masked=True)
-        sets, links, listeners, addressed = session.netns.run(_surroundings)
+        around = session.netns.run(_surroundings)
     except OSError as error:
         raise StateUnreadable(f"cannot look into {name}: {error.strerror or error}") from error
     return Seen(
@@ -105,10 +108,11 @@ def look(session: Session, name: str) -> Seen:
         state=NamespaceState(loaded=rules.loaded, routes=routes),
         tables=rules.tables,
         unreadable=rules.unreadable,
-        sets=sets,
-        links=links,
-        listeners=listeners,
-        addressed=addressed,
+        sets=around.sets,
+        links=around.links,
+        listeners=around.listeners,
+        addressed=around.addressed,
+        ipvs_services=around.ipvs_services,
     )
 
 
@@ -229,15 +233,35 @@ def _own(session: Session, table: NativeTable, unreadable: list[Unreadable]) -> 
 
 # --- what is around the rules ---------------------------------------------------------------------
 
-Surroundings = tuple[
-    tuple[IpSet, ...], tuple[str, ...], tuple[KernelSocket, ...] | None, frozenset[Family]
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Surroundings:
+    sets: tuple[IpSet, ...]
+    links: tuple[str, ...]
+    listeners: tuple[KernelSocket, ...] | None
+    addressed: frozenset[Family]
+    ipvs_services: int
 
 
-def _surroundings() -> Surroundings:
+def _surroundings() -> _Surroundings:
     """Look around in the calling thread's namespace."""
     links = tuple(name for _, name in socket.if_nameindex())
-    return read_sets(), links, _listeners(), _addressed(links)
+    return _Surroundings(
+        sets=read_sets(),
+        links=links,
+        listeners=_listeners(),
+        addressed=_addressed(links),
+        ipvs_services=_ipvs_services(),
+    )
+
+
+def _ipvs_services() -> int:
+    """Return how many virtual services ipvs has; the file is there only with the module."""
+    try:
+        lines = IPVS.read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(line.startswith(("TCP ", "UDP ", "SCTP ")) for line in lines)
 
 
 def _listeners() -> tuple[KernelSocket, ...] | None:

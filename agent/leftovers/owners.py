@@ -1,7 +1,6 @@
 """Findings about rules of known programs that are gone: service proxies, CNIs, other meshes."""
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 
 from agent.leftovers import catalogue
 from agent.leftovers.catalogue import SHARED_WITH_KUBELET
@@ -35,7 +34,7 @@ def service_proxy(
     _leave_shared(mine, alive=kubelet is not None)
     alive = sign_of_life(mine.owner, seen, node)
     idle = mine.backends if alive is None else _idle(mine, found)
-    if alive is None and not idle and (mine.sets or mine.links):
+    if alive is None and not idle and (mine.sets or mine.links or seen.ipvs_services):
         idle = [""]
     for backend in idle:
         last = alive is None and backend == idle[-1]
@@ -85,46 +84,49 @@ def _kube_proxy(
     with_rest: bool,
 ) -> Finding:
     endpoints = endpoints_of(seen, mine, backend)
-    evidence = [size(seen, mine, backend)]
-    if endpoints:
-        shown = ", ".join(islice(endpoints, SHOWN_ENDPOINTS))
-        more = (
-            f" and {len(endpoints) - SHOWN_ENDPOINTS} more"
-            if len(endpoints) > SHOWN_ENDPOINTS
-            else ""
+    sets, links = (mine.sets, mine.links) if with_rest else ([], [])
+    services = seen.ipvs_services if with_rest else 0
+    evidence = [size(seen, mine, backend), *_endpoints_said(endpoints)]
+    if sets or links or services:
+        evidence.append(
+            f"of the ipvs mode: {len(sets)} ipsets, {len(links)} interfaces and {services} "
+            "virtual services"
         )
-        evidence.append(f"they send Services to {len(endpoints)} endpoints: {shown}{more}")
     if alive is None:
         evidence += lack_of_life(mine.owner, seen, node)
-        explanation = "kube-proxy is gone and its rules still steer Services"
+        explanation = "kube-proxy is gone and its rules are still asked"
     else:
         evidence.append(f"{alive}, and does not use {backend}")
-        explanation = (
-            f"kube-proxy runs in another mode, and its old rules in {backend} are asked too"
-        )
+        explanation = f"kube-proxy runs in another mode; its old rules in {backend} are still asked"
     if endpoints:
         explanation += (
             ": what is sent to a cluster IP goes to endpoints that nobody keeps up to date"
         )
-    sets = mine.sets if with_rest else []
-    links = mine.links if with_rest else []
-    if sets or links:
-        evidence.append(f"{len(sets)} ipsets, {len(links)} interfaces of the ipvs mode")
+    ipvs = "; ipvsadm --clear takes out the virtual services" if services else ""
     return Finding(
         kind=Kind.KUBE_PROXY,
-        severity=Severity.CRITICAL if endpoints else Severity.WARNING,
+        severity=Severity.CRITICAL if endpoints or services else Severity.WARNING,
         where=where(seen, node, mine, backend),
         objects=(
             *objects(mine, backend),
-            *(f"ipset {s}" for s in sets),
-            *(f"interface {n}" for n in links),
+            *(f"ipset {name}" for name in sets),
+            *(f"interface {name}" for name in links),
         ),
         owner="kube-proxy",
         evidence=tuple(evidence),
         explanation=explanation + ".",
-        fix=f"intercept-agent clean {command} --only kube-proxy",
+        fix=f"intercept-agent clean {command} --only kube-proxy{ipvs}",
         takes=takes(mine, backend, sets=sets, links=links),
     )
+
+
+def _endpoints_said(endpoints: tuple[str, ...]) -> list[str]:
+    if not endpoints:
+        return []
+    shown = ", ".join(endpoints[:SHOWN_ENDPOINTS])
+    more = len(endpoints) - SHOWN_ENDPOINTS
+    count = "1 endpoint" if len(endpoints) == 1 else f"{len(endpoints)} endpoints"
+    return [f"they send Services to {count}: {shown}{f' and {more} more' if more > 0 else ''}"]
 
 
 def networks(

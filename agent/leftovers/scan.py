@@ -141,13 +141,15 @@ def judge(seen: Seen, node: Node, subject: Subject) -> Iterator[Finding]:
         yield from captures.on_host(capture, node) if subject.host else captures.on_pod(capture)
     else:
         yield from captures.lone_guard(seen, pod, command)
+        yield from captures.lone_sets(seen, node, command)
     known = remains(seen)
     yield from owners.service_proxy(seen, node, known, command)
     yield from owners.networks(seen, node, known, command)
     yield from owners.meshes(
         seen, node, known, command, host=subject.host, captured=capture is not None
     )
-    yield from around.mixed(seen, title, command)
+    if subject.host or capture is None or len(capture.parts) < 2:  # else it is told already
+        yield from around.mixed(seen, title, command)
     yield from around.routes(seen, node, title, command)
     yield from around.unreadable(seen, title)
 

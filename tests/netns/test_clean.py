@@ -97,6 +97,13 @@ def test_a_foreign_rule_that_leads_to_a_chain_goes_with_it_and_comes_back(
     assert everything(netns) == before
 
 
+def test_the_interface_of_the_ipvs_mode_goes_too(netns: str, backups: Path) -> None:
+    inside(netns, *["ip", "link", "add", "kube-ipvs0", "type", "veth", "peer", "name", "x"])
+    load(netns, left.KUBE_PROXY)
+    cleaned(netns, backups)
+    assert "kube-ipvs0" not in inside(netns, "ip", "link")
+
+
 def test_the_backup_is_what_the_restore_tool_takes(netns: str, backups: Path) -> None:
     load(netns, left.DOCKER)
     load(netns, left.KUBE_PROXY)

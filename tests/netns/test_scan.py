@@ -1,8 +1,10 @@
 """The scan, on what real programs leave in namespaces: the right kind, owner and severity."""
 
 import asyncio
+import ctypes
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from agent.kernel.bpf_programs import bpf
 from tests.fakes.fake_cri import FakeCri, FakeSandbox, changed, serving
 from tests.support import leftovers as left
 from tests.support.capturing import BACKENDS, EVERYTHING, ROOT, capture, command
-from tests.support.foreign import ISTIO_INIT, add_foreign
+from tests.support.foreign import add_foreign
 from tests.support.leftovers import as_host, findings, kinds, listening, load, only, scanned
-from tests.support.netns import inside, namespace, snapshot
+from tests.support.netns import inside, namespace, run, snapshot
 
 
 @pytest.fixture
@@ -202,10 +205,19 @@ def test_a_rule_before_the_capture_is_told_with_its_place(netns: str) -> None:
     assert any("position 1" in line and "--uid-owner 0" in line for line in found["evidence"])
 
 
-@pytest.mark.parametrize("name", sorted(ISTIO_INIT))
-def test_what_istio_init_writes_is_whole(netns: str, name: str) -> None:
-    ISTIO_INIT[name].load(netns, "nft")
-    assert "partial-capture" not in kinds(netns)
+def test_a_capture_in_two_backends_is_told_once(netns: str) -> None:
+    for flavour in left.FLAVOURS:
+        load(netns, left.SIDECAR, flavour)
+    with listening(netns, 15001, 15006):
+        assert kinds(netns) == ["mixed-backends"]
+
+
+def test_sets_of_an_ambient_agent_that_is_gone_are_found(netns: str, folder: Path) -> None:
+    inside(netns, "ipset", "create", "istio-inpod-probes-v4", "hash:ip")
+    [found] = [f for f in host_scan(netns)["findings"] if f["where"]["netns"] == "host"]
+    assert (found["kind"], found["objects"]) == ("host-rules", ["ipset istio-inpod-probes-v4"])
+    with namespace() as other, listening(other, name="install-cni", folder=folder):
+        assert not [f for f in host_scan(netns)["findings"] if f["where"]["netns"] == "host"]
 
 
 def test_a_capture_in_the_nodes_own_namespace_is_found(netns: str) -> None:
@@ -382,3 +394,28 @@ def test_json_is_all_that_is_printed_and_lines_say_what_to_do(netns: str) -> Non
     code, out, err = command("scan", "--netns", netns)
     assert (code, err) == (1, "")
     assert f"intercept-agent clean --netns {netns} --only kube-proxy" in out
+
+
+def test_pins_and_programs_of_a_mesh_that_is_gone_are_found(folder: Path) -> None:
+    mount = folder / "bpf"
+    mount.mkdir()
+    run("mount", "-t", "bpf", "bpf", str(mount))
+    try:
+        (mount / "tc/globals").mkdir(parents=True)
+        pin = mount / "tc/globals/cilium_it_test"
+        pin_a_map(pin)
+        with namespace() as name:
+            [finding] = [f for f in host_scan(name)["findings"] if str(pin) in f["objects"]]
+            assert (finding["kind"], finding["owner"]) == ("ebpf", "cilium")
+            assert f"rm -r {mount}/tc" in finding["fix"]
+    finally:
+        run("umount", str(mount))
+
+
+def pin_a_map(path: Path) -> None:
+    array, create, pin = 2, 0, 6  # linux/bpf.h
+    fd, _ = bpf(create, struct.pack("=IIII", array, 4, 4, 1))
+    assert fd >= 0
+    name = ctypes.create_string_buffer(str(path).encode())
+    assert bpf(pin, struct.pack("=QI", ctypes.addressof(name), fd))[0] == 0
+    os.close(fd)
