@@ -62,19 +62,30 @@ def run(arguments: argparse.Namespace) -> int:
         return _report(arguments, planned, lines)
     if arguments.output == "table":
         _show(planned)
-    _ask(arguments, lines)
+    if _ask(arguments, lines):  # somebody took their time: what lives may be another thing now
+        _, node, _ = leftover_inputs.gather(arguments)
     path = _backup_path(arguments)
     backup.write(path, [each.saved for each in planned])
-    kinds = _kinds(arguments)
-    for each in planned:
-        clean.perform(each, node, kinds=kinds, known_of=_known)
-        if each.removal.capture:
-            _forget(each)
+    _perform(planned, node, _kinds(arguments), path)
     if arguments.output == "json":
         output.print_json({"removed": lines, "backup": str(path)})
     else:
         print(f"removed; {path} has it all: intercept-agent clean --restore {path}")
     return 0
+
+
+def _perform(planned: Sequence[Planned], node: Node, kinds: frozenset[Kind], path: Path) -> None:
+    """Make every removal; one that fails ends it, and what went before stays removed."""
+    done = []
+    try:
+        for each in planned:
+            clean.perform(each, node, kinds=kinds, known_of=_known)
+            done.append(each.subject.place.name)
+            if each.removal.capture:
+                _forget(each)
+    finally:
+        if done and len(done) < len(planned):
+            output.warn([f"{', '.join(done)}: cleaned before that; {path} has what was there"])
 
 
 # --- what goes ------------------------------------------------------------------------------------
@@ -168,14 +179,17 @@ def _report(arguments: argparse.Namespace, planned: Sequence[Planned], lines: li
         _show(planned)
         print(f"{output.count(len(lines), 'step')}; nothing was removed")
     else:
-        print("nothing to clean")
+        print("nothing that clean takes; intercept-agent scan shows what there is")
     return 1 if planned else 0
 
 
-def _ask(arguments: argparse.Namespace, lines: list[str]) -> None:
-    """Return if the removal may be made. Raises: InvalidSettings, EnvironmentLacks."""
+def _ask(arguments: argparse.Namespace, lines: list[str]) -> bool:
+    """Return if the removal may be made: whether anybody was asked.
+
+    Raises: InvalidSettings if nobody can be, EnvironmentLacks for a no.
+    """
     if arguments.yes:
-        return
+        return False
     if arguments.output == "json" or not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise InvalidSettings(
             (
@@ -184,11 +198,13 @@ def _ask(arguments: argparse.Namespace, lines: list[str]) -> None:
             )
         )
     sys.stdout.flush()
-    if input(f"Make these {output.count(len(lines), 'step')}? [y/N] ").strip().lower() not in (
-        "y",
-        "yes",
-    ):
+    try:
+        answer = input(f"Make these {output.count(len(lines), 'step')}? [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
         raise EnvironmentLacks("nothing was removed: the answer was no")
+    return True
 
 
 def _backup_path(arguments: argparse.Namespace) -> Path:

@@ -4,6 +4,7 @@ Header only: names, types and how many rules hold each. Asking loads the module,
 where that is there already.
 """
 
+import errno
 import struct
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ IPSET_ATTR_FLAGS, IPSET_ATTR_DATA = 6, 7
 IPSET_ATTR_REFERENCES, IPSET_ATTR_ELEMENTS = 23, 25
 IPSET_PROTOCOL = 6
 IPSET_FLAG_LIST_HEADER = 1 << 2
+NO_IPSETS = (errno.EINVAL, errno.EOPNOTSUPP, errno.EPROTONOSUPPORT)  # a kernel without them
 NFGENMSG = struct.pack("=BBH", 2, 0, 0)  # AF_INET
 
 
@@ -43,8 +45,13 @@ def read_sets() -> tuple[IpSet, ...]:
         + attribute(IPSET_ATTR_PROTOCOL, bytes([IPSET_PROTOCOL]))
         + attribute(IPSET_ATTR_FLAGS, struct.pack("!I", IPSET_FLAG_LIST_HEADER))
     )
-    with NetlinkSocket(NETLINK_NETFILTER) as door:
-        messages = door.dump((NFNL_SUBSYS_IPSET << 8) | IPSET_CMD_LIST, request)
+    try:
+        with NetlinkSocket(NETLINK_NETFILTER) as door:
+            messages = door.dump((NFNL_SUBSYS_IPSET << 8) | IPSET_CMD_LIST, request)
+    except OSError as error:
+        if error.errno in NO_IPSETS:
+            return ()
+        raise
     return tuple(sorted(_set(message.payload) for message in messages))
 
 

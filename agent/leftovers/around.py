@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 
-from agent.leftovers import catalogue
+from agent.leftovers import catalogue, policy
 from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
 from agent.leftovers.look import Seen, Unreadable
 from agent.leftovers.node import Node, sign_of_life
 from agent.leftovers.owner import Owner, Role
 from agent.model import owned
-from agent.model.plan import LocalRoute, LoopbackAddress, PolicyRule, Route
+from agent.model.plan import LoopbackAddress, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Rulesets, Table
 from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT
-from agent.model.wanted import PASSTHROUGH, captures
+from agent.model.wanted import captures
 
 
 def mixed(seen: Seen, pod: str, command: str) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def routes(seen: Seen, node: Node, pod: str, command: str) -> Iterator[Finding]:
     """Yield routing that only rules could need which are not there, one finding an owner."""
     left: dict[str, list[Route]] = {}
     for route in seen.state.routes:
-        owner = _route_owner(route)
+        owner = policy.owner_of(route, seen.state.routes)
         if owner is not None and not _needed(seen, node, route, owner):
             left.setdefault(owner.name, []).append(route)
     for name, found in left.items():
@@ -123,14 +123,6 @@ def routes(seen: Seen, node: Node, pod: str, command: str) -> Iterator[Finding]:
             fix=f"intercept-agent clean {command} --only route, or: {'; '.join(commands)}",
             takes=Takes(routes=tuple(found)),
         )
-
-
-def _route_owner(route: Route) -> Owner | None:
-    if isinstance(route, PolicyRule):
-        return catalogue.owner_of_policy(route.mark, route.mask, route.table)
-    if isinstance(route, LocalRoute):
-        return catalogue.owner_of_route_table(route.table)
-    return catalogue.by_name("istio") if route == PASSTHROUGH else None
 
 
 def _needed(seen: Seen, node: Node, route: Route, owner: Owner) -> bool:

@@ -6,17 +6,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from agent.formats.iptables_save import render_rule
-from agent.leftovers import catalogue
+from agent.leftovers import catalogue, policy
 from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
 from agent.leftovers.flaws import flaws, one_sided, shadows
 from agent.leftovers.look import OWN_TABLES, NativeTable, Seen
 from agent.leftovers.node import Node, PodFact, running
-from agent.leftovers.owner import Role
+from agent.leftovers.owner import Owner, Role
 from agent.leftovers.reach import Goal, goals
-from agent.model.plan import LocalRoute, PolicyRule, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
 from agent.model.state import GUARD, NFTABLES
-from agent.model.wanted import PASSTHROUGH, captures
+from agent.model.wanted import captures
 
 NATIVE_GOAL = re.compile(r"(redirect to|tproxy (?:ip |ip6 )?to) \S*:(\d+)")
 
@@ -86,11 +85,16 @@ class Found:
 
     def takes(self) -> Takes:
         """What taking all of it away takes: rules, tables, and the routes that only it needs."""
+        routes = self.seen.state.routes
         return Takes(
             capture=bool(self.parts),
             tables=frozenset((t.family, t.name) for t in self.native),
-            routes=tuple(r for r in self.seen.state.routes if _is_capture_route(r)),
+            routes=tuple(r for r in routes if _of_a_capture(policy.owner_of(r, routes))),
         )
+
+
+def _of_a_capture(owner: Owner | None) -> bool:
+    return owner is not None and owner.role is Role.CAPTURE
 
 
 def find(seen: Seen, pod: PodFact | None, command: str) -> Found | None:
@@ -354,16 +358,6 @@ def _doubled(found: Found) -> Finding:
         f"{_clean(found.command, Kind.MIXED_BACKENDS)} takes out both",
         takes=found.takes() if not (found.pod and found.pod.wants) else Takes(),
     )
-
-
-def _is_capture_route(route: Route) -> bool:
-    if isinstance(route, PolicyRule):
-        owner = catalogue.owner_of_policy(route.mark, route.mask, route.table)
-    elif isinstance(route, LocalRoute):
-        owner = catalogue.owner_of_route_table(route.table)
-    else:
-        return route == PASSTHROUGH
-    return owner is not None and owner.role is Role.CAPTURE
 
 
 def _clean(command: str, kind: Kind) -> str:

@@ -169,7 +169,7 @@ OWNERS: tuple[Owner, ...] = (
         chains=("*/KUMA_MESH_*", "*/MESH_INBOUND*", "*/MESH_OUTBOUND*"),
         comments=("kuma/",),
         cni_types=("kuma-cni",),
-        processes=("kuma-dp", "envoy"),
+        processes=("kuma-dp",),
         proxies=(15001, 15006, 15010, 15053),
     ),
     Owner(
@@ -179,7 +179,7 @@ OWNERS: tuple[Owner, ...] = (
         source="hashicorp/consul sdk/iptables/iptables.go",
         chains=("*/CONSUL_PROXY_*", "*/CONSUL_DNS_*"),
         cni_types=("consul-cni",),
-        processes=("consul-dataplane", "envoy"),
+        processes=("consul-dataplane",),
         proxies=(15001, 20000, 8600),
     ),
     Owner(
@@ -188,7 +188,6 @@ OWNERS: tuple[Owner, ...] = (
         role=Role.MESH,
         source="openservicemesh/osm pkg/injector/iptables.go",
         chains=("*/OSM_PROXY_*",),
-        processes=("envoy",),
         proxies=(15001, 15003),
     ),
     Owner(
@@ -197,7 +196,6 @@ OWNERS: tuple[Owner, ...] = (
         role=Role.MESH,
         source="aws-app-mesh-controller-for-k8s pkg/inject (the rules themselves are not public)",
         chains=("*/APPMESH_*",),
-        processes=("envoy",),
         proxies=(15000, 15001),
     ),
     Owner(

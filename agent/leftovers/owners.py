@@ -174,7 +174,7 @@ def meshes(
             alive = sign_of_life(mine.owner, seen, node)
             if targets and not closed:
                 alive = alive or f"something listens on {' and '.join(map(str, targets))}"
-            if alive is None or (closed and not host):
+            if alive is None:
                 yield _mesh(seen, node, mine, backend, command, tuple(closed), host=host)
             elif host or captured:
                 yield _beside(seen, node, mine, backend, command, alive, host=host)

@@ -208,6 +208,15 @@ def test_nothing_is_removed_without_a_yes(netns: str, backups: Path) -> None:
     assert not backups.exists()
 
 
+def test_a_person_is_asked_and_may_say_no(netns: str, backups: Path) -> None:
+    load(netns, left.KUBE_PROXY)
+    words = f"clean --netns {netns} --backup-dir {backups}"
+    assert "Make these 14 steps?" in left.on_terminal(words, "n\n")
+    assert kinds(netns) == ["kube-proxy"]
+    assert "removed" in left.on_terminal(words, "y\n")
+    assert kinds(netns) == []
+
+
 def test_a_clean_namespace_needs_no_cleaning(netns: str) -> None:
     surroundings(netns)
     code, out, _ = command("clean", "--netns", netns, "--only", "kube-proxy", "-o", "json")

@@ -5,8 +5,6 @@ import ctypes
 import json
 import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from agent.kernel.bpf_programs import bpf
 from tests.fakes.fake_cri import FakeCri, FakeSandbox, changed, serving
 from tests.support import leftovers as left
-from tests.support.capturing import BACKENDS, EVERYTHING, ROOT, capture, command
+from tests.support.capturing import BACKENDS, EVERYTHING, capture, command
 from tests.support.foreign import add_foreign
 from tests.support.leftovers import as_host, findings, kinds, listening, load, only, scanned
 from tests.support.netns import inside, namespace, run, snapshot
@@ -310,6 +308,19 @@ def test_routing_without_the_rules_that_need_it_is_found(netns: str, commands: l
     assert len(found["objects"]) == len(commands)
 
 
+def test_a_route_in_a_table_that_others_use_is_theirs(netns: str) -> None:
+    for line in (
+        "ip rule add fwmark 1 lookup 100",
+        "ip route add local default dev lo table 100",
+        "ip rule add fwmark 1337 lookup 133",
+        "ip rule add fwmark 7 lookup 133",
+        "ip route add local default dev lo table 133",
+    ):
+        inside(netns, *line.split())
+    found = only(netns)
+    assert found["objects"] == ["ip -4 rule fwmark 1337 lookup 133"]
+
+
 def test_routing_that_a_capture_needs_is_not_left_over(netns: str) -> None:
     mode = {"inbound_interception_mode": "TPROXY"}
     capture(netns, {**EVERYTHING, **mode}, "iptables-nft")
@@ -363,27 +374,11 @@ def test_every_namespace_is_looked_into_once(netns: str) -> None:
 
 
 def test_a_person_sees_how_far_it_is_and_a_pipe_does_not(netns: str) -> None:
-    line = f"{sys.executable} -m agent.cli.main scan --netns {netns}"
-    watched = inside_terminal(line)
+    watched = left.on_terminal(f"scan --netns {netns}")
     assert "looking" in watched
     assert "nothing found" in watched
     _, out, err = command("scan", "--netns", netns)
     assert ("looking" in out + err, "nothing found" in out) == (False, True)
-
-
-def inside_terminal(line: str) -> str:
-    """Run a command on a terminal and return all that it wrote there."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
-    done = subprocess.run(
-        ("script", "-qec", line, "/dev/null"),
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
 
 
 def test_json_is_all_that_is_printed_and_lines_say_what_to_do(netns: str) -> None:

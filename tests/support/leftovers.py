@@ -99,6 +99,23 @@ def as_host(namespace: str, *words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+def on_terminal(words: str, typed: str = "") -> str:
+    """Run the command on a terminal and return all that it wrote there; its exit code may be any.
+
+    `script` waits for the end of its input, so what is typed comes from a pipe that stays open.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    line = ("script", "-qec", f"{sys.executable} -m agent.cli.main {words}", "/dev/null")
+    with subprocess.Popen(
+        line, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(typed)
+        process.stdin.flush()
+        assert process.stdout is not None
+        return process.stdout.read()
+
+
 LISTEN = """
 import socket, sys
 made = [socket.create_server((sys.argv[1], int(port))) for port in sys.argv[2:]]
