@@ -17,7 +17,7 @@ from agent.formats.iptables_save import SaveTextError, parse_rule, render_rule
 from agent.kernel import files
 from agent.leftovers.removal import Cut, Removal, ordered
 from agent.model.errors import InvalidSettings
-from agent.model.plan import PolicyRule, Route
+from agent.model.plan import LoopbackAddress, PolicyRule, Route
 from agent.model.ruleset import Chain, Family, Rule, Ruleset, Table
 
 FIRST_LINE = "# intercept-agent clean: backup, format 1"
@@ -87,6 +87,12 @@ def _restore(cut: Cut) -> Iterator[str]:
 
 
 def command_of(route: Route) -> str:
+    """Return the command that makes an entry again, as it was.
+
+    An address is taken without a trial (nodad): a proxy could not bind to it meanwhile.
+    """
+    if isinstance(route, LoopbackAddress):
+        return f"{route.command()} nodad"
     if isinstance(route, PolicyRule) and route.priority is not None:
         return route.command().replace(" add ", f" add pref {route.priority} ", 1)
     return route.command()

@@ -16,7 +16,7 @@ from agent.leftovers.scan import Subject
 from agent.model.errors import KernelRejected, RolledBack
 from agent.model.wanted import Known
 from tests.support import leftovers as left
-from tests.support.capturing import BACKENDS, EVERYTHING, capture, command, state
+from tests.support.capturing import BACKENDS, DNS, EVERYTHING, TPROXY, capture, command, state
 from tests.support.foreign import ISTIO_INIT, add_foreign, counters, handles, without_capture
 from tests.support.leftovers import as_host, kinds, listening, load
 from tests.support.netns import inside, namespace, path_of
@@ -161,6 +161,19 @@ def link(pod: str, peer: str) -> None:
     for name, address in ((pod, "10.77.9.2/24"), (peer, "10.77.9.1/24")):
         inside(name, "ip", "addr", "add", address, "dev", "eth0")
         inside(name, "ip", "link", "set", "eth0", "up")
+
+
+def test_a_capture_of_this_agent_goes_with_its_guard_and_comes_back(
+    netns: str, backups: Path
+) -> None:
+    add_foreign(netns)
+    before = everything(netns)
+    capture(netns, {**TPROXY, **DNS, "guard": "standing"}, "iptables-nft")
+    whole = everything(netns)
+    path = cleaned(netns, backups, "--only", "blackhole")
+    assert everything(netns) == before
+    restored(path)
+    assert everything(netns) == whole
 
 
 def test_routing_goes_with_the_rules_and_comes_back(netns: str, backups: Path) -> None:
