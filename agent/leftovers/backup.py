@@ -164,6 +164,8 @@ def read(path: Path) -> tuple[Saved, ...]:
                 found[-1] = replace(last, sections=(*last.sections, Section(tool, "")))
             elif found and found[-1].sections:
                 *before, section = found[-1].sections
+                if section.tool == "sh" and not line.startswith("ip "):
+                    raise ValueError(f"{line!r} is no command of ip")
                 longer = replace(section, text=f"{section.text}{line}\n")
                 found[-1] = replace(found[-1], sections=(*before, longer))
         except (ValueError, KeyError, TypeError, IndexError) as error:

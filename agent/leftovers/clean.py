@@ -6,6 +6,7 @@ stands a backup on the disk, so whoever is killed on the way can run the same ag
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from agent.backends import registry
 from agent.backends.protocol import Step
@@ -28,6 +29,8 @@ from agent.model.errors import (
 )
 from agent.model.ruleset import Family, Ruleset, Rulesets
 from agent.model.wanted import Known
+
+THERE = ("File exists", "already assigned")  # what `ip` says, depending on its version
 
 BeforeStep = Callable[[Step], None]
 KnownOf = Callable[[Netns], Known]
@@ -107,6 +110,8 @@ def restore(subject: Subject, saved: Saved, *, before_step: BeforeStep = no_hook
         for step in steps:
             before_step(step)
             step.run()
+        if left := list(_restore_steps(session, saved.sections)):
+            raise KernelRejected(f"what was put back is not there: {left[0].what}")
     return bool(steps)
 
 
@@ -159,14 +164,19 @@ def _steps(session: Session, gone: Removal) -> Iterator[Step]:
 
 
 def _tool(
-    session: Session, words: tuple[str, ...], *, package: str, stdin: str = "", fine: str = ""
+    session: Session,
+    words: tuple[str, ...],
+    *,
+    package: str,
+    stdin: str = "",
+    fine: tuple[str, ...] = (),
 ) -> Step:
-    """Return the run of a tool; a failure that says `fine` is none."""
+    """Return the run of a tool; a failure that says something `fine` is none."""
     command = (tools.require(words[0], package), *words[1:])
 
     def run() -> None:
         [done] = tools.run(session.netns, [tools.Call(command, stdin)], session.lock_fd)
-        if done.status and not (fine and fine in done.stderr):
+        if done.status and not any(said in done.stderr for said in fine):
             raise KernelRejected(done.failure(), script=stdin or " ".join(words))
 
     return Step(" ".join(words), run, words[0])
@@ -224,22 +234,17 @@ def _links(session: Session, names: Sequence[str]) -> list[str]:
 def _restore_steps(session: Session, sections: Sequence[Section]) -> Iterator[Step]:
     """Yield the writes that are needed: what is there already is left alone."""
     seen = look(session, session.netns.path)
-    have = {s.name for s in seen.sets}
     for section in sections:
         if section.tool == "ipset":
-            missing = [line for line in section.text.splitlines() if line.split()[1] not in have]
-            if missing:
-                text = "".join(f"{line}\n" for line in missing)
+            if text := _missing_sets(seen, section.text):
                 yield _tool(session, ("ipset", "restore"), package="ipset", stdin=text)
         elif section.tool == "nft":
             if text := _missing_tables(seen, section.text):
-                yield Step("load tables", lambda t=text: session.require_nft().run(t), "nftables")  # type: ignore[misc]
+                yield Step("load tables", partial(session.require_nft().run, text), "nftables")
         elif section.tool == "sh":
             for line in section.text.splitlines():
-                if line not in _loaded_routing(seen):
-                    yield _tool(
-                        session, tuple(line.split()), package="iproute2", fine="File exists"
-                    )
+                if not _is_there(seen, line):
+                    yield _tool(session, tuple(line.split()), package="iproute2", fine=THERE)
     yield from _rules_back(session, seen, sections)
 
 
@@ -259,6 +264,13 @@ def _rulesets(found: dict[Family, Ruleset]) -> Rulesets:
     return {family: found[family] for family in Family if family in found}
 
 
+def _missing_sets(seen: Seen, text: str) -> str:
+    """Return the lines of the sets that are not there."""
+    there = {each.name for each in seen.sets}
+    lines = (line for line in text.splitlines() if line.split()[1] not in there)
+    return "".join(f"{line}\n" for line in lines)
+
+
 def _missing_tables(seen: Seen, text: str) -> str:
     """Return the tables of a section that are not there."""
     there = {f"table {t.family} {t.name} {{" for t in seen.tables}
@@ -272,8 +284,11 @@ def _missing_tables(seen: Seen, text: str) -> str:
     return "".join(f"{line}\n" for line in parts)
 
 
-def _loaded_routing(seen: Seen) -> frozenset[str]:
-    found = set()
-    for route in seen.state.routes:
-        found |= {route.command(), backup.command_of(route)}
-    return frozenset(found)
+def _is_there(seen: Seen, line: str) -> bool:
+    """Whether what a command makes is there: an interface, which stands for its addresses, too."""
+    words = line.split()
+    if words[:3] == ["ip", "link", "add"]:
+        return words[3] in seen.links
+    if words[:3] == ["ip", "addr", "add"] and words[-1] in seen.links:
+        return True
+    return any(line in (route.command(), backup.command_of(route)) for route in seen.state.routes)

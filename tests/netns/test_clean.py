@@ -21,6 +21,9 @@ from tests.support.foreign import ISTIO_INIT, add_foreign, counters, handles, wi
 from tests.support.leftovers import as_host, kinds, listening, load
 from tests.support.netns import inside, namespace, path_of
 
+ABOUT = (
+    f'{backup.FIRST_LINE}\n{backup.NAMESPACE}{{"name": "x", "dev": 4, "ino": 1, "host": false}}\n'
+)
 DIAL = "import socket; socket.create_connection(('10.77.9.2', 8080), 5).close()"
 
 
@@ -45,10 +48,15 @@ def restored(path: Path) -> None:
 
 
 def everything(name: str) -> dict[str, str]:
-    """Return everything in a namespace; tables that were made anew stand in another order."""
+    """Return everything in a namespace; tables that were made anew stand in another order.
+
+    Whether an address was tried before it was taken (nodad) makes no difference afterwards.
+    """
     found = state(name)
     listing = "\n".join(sorted(found["nft"].splitlines()))
-    return {**found, "nft": listing, "sets": inside(name, "ipset", "save")}
+    addresses = found["addresses"].replace(" nodad", "")
+    more = {"nft": listing, "addresses": addresses, "sets": inside(name, "ipset", "save")}
+    return {**found, **more}
 
 
 def kube_proxy(name: str) -> None:
@@ -346,7 +354,17 @@ def test_a_backup_of_a_namespace_that_is_gone_is_not_put_elsewhere(backups: Path
     assert (code, "is gone" in err) == (3, True)
 
 
-def test_a_file_that_is_no_backup_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("*nat\nCOMMIT\n")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("*nat\nCOMMIT\n", "no backup"),
+        (f"{backup.FIRST_LINE}\n{backup.NAMESPACE}{{}}\n", "line 2"),
+        (f"{ABOUT}{backup.SECTION}sh: sh\ntouch /nonexistent/x\n", "no command of ip"),
+        (f"{ABOUT}{backup.SECTION}gawk: gawk\n", "no tool gawk"),
+    ],
+    ids=["another", "torn", "command", "tool"],
+)
+def test_a_file_that_is_no_backup_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "x").write_text(text)
     code, _, err = command("clean", "--restore", str(tmp_path / "x"))
-    assert (code, "no backup" in err) == (2, True)
+    assert (code, said in err) == (2, True)

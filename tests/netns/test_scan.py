@@ -341,6 +341,21 @@ def test_a_table_that_no_tool_can_print_is_not_called_clean(netns: str) -> None:
     assert found["owner"] == "kube-proxy"
 
 
+def test_a_tool_that_leaves_a_table_out_without_a_word_is_not_believed(
+    netns: str, folder: Path
+) -> None:
+    load(netns, left.KUBE_PROXY)
+    tool = folder / "iptables-nft-save"
+    tool.write_text("#!/bin/sh\nexit 0\n")
+    tool.chmod(0o755)
+    _, out, _ = command("scan", "--netns", netns, "-o", "json", path=str(folder))
+    found = json.loads(out)["findings"]
+    assert {(f["kind"], f["where"]["table"], f["owner"]) for f in found} == {
+        ("unreadable", "nat", "kube-proxy"),
+        ("unreadable", "filter", "kube-proxy"),
+    }
+
+
 def test_a_conflist_whose_plugin_is_gone_is_found(netns: str, folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin/bridge").touch()
