@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from agent.cli import output
 from agent.cli.agent_client import AgentClient, AgentSays, socket_path
-from agent.cli.pod_lookup import netns_of
+from agent.cli.pod_lookup import netns_of, runtime_view
 from agent.kernel import namespaces, netns
 from agent.kernel.namespaces import Place
 from agent.kernel.netns import Netns, NetnsId, id_at
@@ -17,10 +17,11 @@ from agent.leftovers.node import Node, PodFact, wants_capture
 from agent.leftovers.scan import Progress, Subject
 from agent.model.decision import decide
 from agent.model.errors import EnvironmentLacks
-from agent.model.pod import Namespace, Pod, Policy
+from agent.model.pod import Namespace, Policy
 from agent.node import config
 from agent.node.config import Config
 from agent.node.cri import endpoint
+from agent.node.roster import model_of
 
 OWN = "host"
 
@@ -154,32 +155,15 @@ def _from_runtime(known: Config) -> list[Told]:
     if all(endpoint.unreachable(path) for path in paths):
         where = paths[0] if len(paths) == 1 else "any of the usual sockets"
         raise EnvironmentLacks(f"no container runtime answers on {where}")
-    return asyncio.run(_ask_runtime(known))
-
-
-async def _ask_runtime(known: Config) -> list[Told]:
-    from agent.node.cri import pods
-    from agent.node.cri.client import CriClient
-    from agent.node.cri.source import alive
-
     policy = Policy(exclude_namespaces=known.exclude_namespaces)
-    async with CriClient(known.cri_endpoint) as client:
-        view = pods.view(await client.sandboxes(), alive)
     found = []
-    for each in view.pods.values():
+    for each in asyncio.run(runtime_view(known)).pods.values():
         if each.netns is None:
             continue
-        model = Pod(
-            namespace=each.namespace,
-            name=each.name,
-            uid=each.uid,
-            labels=each.labels,
-            annotations=each.annotations,
-            host_network=each.host_network,
-        )
-        decision = decide(model, Namespace(name=each.namespace), policy)
+        pod = model_of(each)
+        decision = decide(pod, Namespace(name=pod.namespace), policy)
         wants = wants_capture(decision.reason, captured=decision.captured)
-        found.append((each.netns, PodFact(title=model.title, wants=wants, reason=decision.text)))
+        found.append((each.netns, PodFact(title=pod.title, wants=wants, reason=decision.text)))
     return found
 
 

@@ -1,24 +1,20 @@
 """The bpf file systems of this node and what is pinned in them; reading names only."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-MOUNTS = Path("/proc/self/mountinfo")
-USUAL = Path("/sys/fs/bpf")
+from agent.kernel import node
 
 
 def mounts() -> tuple[Path, ...]:
     """Return where a bpf file system is mounted, each once: the same one may be so twice."""
     found: dict[int, Path] = {}
-    for line in MOUNTS.read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        if after.split(" ", 1)[0] == "bpf":
-            path = Path(before.split(" ")[4].encode().decode("unicode_escape"))
-            try:
-                found.setdefault(os.stat(path).st_dev, path)
-            except OSError:
-                continue  # mounted over, or gone meanwhile
+    for kind, path in node.mounts():
+        with contextlib.suppress(OSError):  # mounted over, or gone meanwhile
+            if kind == "bpf":
+                found.setdefault(os.stat(path).st_dev, Path(path))
     return tuple(found.values())
 
 
