@@ -121,7 +121,6 @@ OWNERS: tuple[Owner, ...] = (
         policies=((1337, 0xFFFFFFFF, 133),),
         cni_types=("istio-cni",),
         processes=("pilot-agent", "envoy"),
-        proxies=(15001, 15006, 15053),
     ),
     Owner(
         name="istio-ambient",
@@ -135,7 +134,6 @@ OWNERS: tuple[Owner, ...] = (
         cni_types=("istio-cni",),
         processes=("install-cni", "istio-cni", "ztunnel"),
         health=(8000,),
-        proxies=(15001, 15006, 15008, 15053),
     ),
     Owner(
         name="intercept-agent",
@@ -148,7 +146,6 @@ OWNERS: tuple[Owner, ...] = (
         processes=("intercept-agent", "agent.cli.main"),
         verb="run",
         health=(15021, 15020),
-        proxies=(15001, 15006, 15053),
     ),
     Owner(
         name="linkerd",
@@ -159,7 +156,6 @@ OWNERS: tuple[Owner, ...] = (
         comments=("proxy-init/",),
         cni_types=("linkerd-cni",),
         processes=("linkerd2-proxy", "linkerd2-proxy-identity"),
-        proxies=(4143, 4140),
     ),
     Owner(
         name="kuma",
@@ -170,7 +166,6 @@ OWNERS: tuple[Owner, ...] = (
         comments=("kuma/",),
         cni_types=("kuma-cni",),
         processes=("kuma-dp",),
-        proxies=(15001, 15006, 15010, 15053),
     ),
     Owner(
         name="consul",
@@ -180,7 +175,6 @@ OWNERS: tuple[Owner, ...] = (
         chains=("*/CONSUL_PROXY_*", "*/CONSUL_DNS_*"),
         cni_types=("consul-cni",),
         processes=("consul-dataplane",),
-        proxies=(15001, 20000, 8600),
     ),
     Owner(
         name="osm",
@@ -188,7 +182,6 @@ OWNERS: tuple[Owner, ...] = (
         role=Role.MESH,
         source="openservicemesh/osm pkg/injector/iptables.go",
         chains=("*/OSM_PROXY_*",),
-        proxies=(15001, 15003),
     ),
     Owner(
         name="app-mesh",
@@ -196,7 +189,6 @@ OWNERS: tuple[Owner, ...] = (
         role=Role.MESH,
         source="aws-app-mesh-controller-for-k8s pkg/inject (the rules themselves are not public)",
         chains=("*/APPMESH_*",),
-        proxies=(15000, 15001),
     ),
     Owner(
         name="merbridge",

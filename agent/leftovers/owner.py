@@ -21,7 +21,7 @@ class Owner:
     `processes` are names of which one must run in the namespace; `embedded` are programs that have
     it inside unless they were started with the word next to them. `health` are TCP ports that it
     alone answers on. `heartbeats` are chains that it renews while it lives; found alone they prove
-    nothing, for they stay. `proxies` are where its redirects lead: who listens there is alive.
+    nothing, for they stay.
     """
 
     name: str
@@ -42,4 +42,3 @@ class Owner:
     embedded: tuple[tuple[str, str], ...] = ()
     health: tuple[int, ...] = ()
     heartbeats: tuple[str, ...] = ()
-    proxies: tuple[int, ...] = ()

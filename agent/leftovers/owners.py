@@ -93,7 +93,7 @@ def _kube_proxy(
             "virtual services"
         )
     if alive is None:
-        evidence += lack_of_life(mine.owner, seen, node)
+        evidence += (*lack_of_life(mine.owner, seen, node), *_heartbeat(mine, backend))
         explanation = "kube-proxy is gone and its rules are still asked"
     else:
         evidence.append(f"{alive}, and does not use {backend}")
@@ -118,6 +118,17 @@ def _kube_proxy(
         fix=f"intercept-agent clean {command} --only kube-proxy{ipvs}",
         takes=takes(mine, backend, sets=sets, links=links),
     )
+
+
+def _heartbeat(mine: Remains, backend: str) -> list[str]:
+    """Return what the chain says that a living one makes again whenever it is gone."""
+    if backend in ("", NFTABLES):
+        return []
+    there = mine.chain_names(backend)
+    return [
+        f"its heartbeat chain {name} is {'there, which is no proof' if name in there else 'gone'}"
+        for name in mine.owner.heartbeats
+    ]
 
 
 def _endpoints_said(endpoints: tuple[str, ...]) -> list[str]:
