@@ -26,6 +26,7 @@ COMMANDS = {
     "status": "show how the running agent is",
     "cni": "install, remove or check the CNI plugin of this node",
     "events": "show what happened to pods",
+    "validate": "lint manifests: decisions, settings and mistakes, without a cluster",
 }
 
 

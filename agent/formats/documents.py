@@ -1,14 +1,14 @@
 """YAML files that people write: settings, and the pod whose annotations are settings."""
 
 import difflib
-import re
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from agent.formats import pod as pod
+from agent.formats import yaml_scalars, yaml_tree
 from agent.model.errors import InvalidSettings
+from agent.model.values import shown
 
 MAX_BYTES = 4 * 1024 * 1024
 
@@ -32,56 +32,53 @@ def pod_settings(path: str) -> Mapping[str, object]:
     Raises: InvalidSettings with every mistake in its annotations.
     """
     for document in load_all(path):
-        found = pod.pod_of(document)
-        if found is not None:
-            return pod.settings(found)
+        for _, member in pod.members(document):
+            found = pod.pod_of(member)
+            if found is not None:
+                return pod.settings(found)
     raise InvalidSettings((f"{path}: there is no Pod and nothing with a pod template in it",))
 
 
 def load_all(path: str) -> list[Any]:
-    import yaml  # 20 ms that most commands need not pay
+    """Return what the documents of a file hold; those without content are left out.
 
+    Raises: InvalidSettings, naming the file, the line and what is wrong.
+    """
+    try:
+        text = yaml_tree.decoded(contents(path))
+        trees = [yaml_tree.read(piece, line, tags=False) for piece, line in yaml_tree.pieces(text)]
+    except yaml_tree.YamlError as error:
+        raise InvalidSettings((f"{path}, line {error.line}: {error}",)) from error
+    for tree in trees:
+        for _, table in yaml_tree.tables(tree):
+            for key, line, before in table.repeated:
+                said = f"{shown(key)} is given twice, first on line {before}"
+                raise InvalidSettings((f"{path}, line {line}: not YAML: {said}",))
+    try:
+        found = [yaml_tree.plain(tree, yaml_scalars.documented) for tree in trees]
+    except ValueError as error:  # a number of thousands of digits
+        raise InvalidSettings((f"{path}: not YAML: {error}",)) from error
+    return [document for document in found if document is not None]
+
+
+def contents(path: str) -> bytes:
+    """Return the bytes of a file.
+
+    Raises: InvalidSettings if it cannot be read or is too large.
+    """
     try:
         with Path(path).open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InvalidSettings((f"cannot read {path}: {error.strerror}",)) from error
-    if len(text) > MAX_BYTES:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise InvalidSettings((f"cannot read {shown_path(path)}: {said}",)) from error
+    if len(data) > MAX_BYTES:
         raise InvalidSettings((f"{path} is larger than {MAX_BYTES} bytes",))
-    try:
-        return [found for found in yaml.load_all(text, _loader()) if found is not None]
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise InvalidSettings((f"{path}{line}: not YAML: {said}",)) from error
+    return data
 
 
-@cache
-def _loader() -> Any:
-    """YAML in which 0x50, 010, 22:30 and 1_000 stay text, and a key may be given once only."""
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen = set()
-            for key, _ in node.value:
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"{key.value} is given twice", key.start_mark
-                    )
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    integer = "tag:yaml.org,2002:int"
-    Loader.yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] != integer]
-        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-    Loader.add_implicit_resolver(
-        integer, re.compile(r"[-+]?(0|[1-9][0-9]*)\Z"), list("-+0123456789")
-    )
-    return Loader
+def shown_path(path: str) -> str:
+    return path if path.isprintable() else repr(path)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

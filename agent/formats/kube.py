@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from agent.model.errors import InvalidSettings
+from agent.model.note import Note, Place, path
 from agent.model.pod import Container, Namespace, Pod
 from agent.model.values import shown
 
@@ -22,6 +23,10 @@ CNI_ANNOTATIONS = "io.kubernetes.cri.pod-annotations"
 # Names end up in paths, log lines and sentences. Kubernetes allows no more than this.
 NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9._-]{0,253}")
 
+METADATA: Place = ("metadata",)
+SPEC: Place = ("spec",)
+CONTEXT = "securityContext"
+
 
 def pod(document: object) -> Pod:
     """Return the pod that a document of kind Pod, or a pod template, describes.
@@ -30,43 +35,53 @@ def pod(document: object) -> Pod:
 
     Raises: InvalidSettings.
     """
-    reader = _Reader()
-    top = reader.top(document, "pod")
-    metadata = reader.mapping(top, "metadata", "")
-    found = Pod(
-        namespace=reader.name(metadata, "namespace", "metadata"),
-        name=reader.name(metadata, "name", "metadata")
-        or reader.name(metadata, "generateName", "metadata"),
-        uid=reader.name(metadata, "uid", "metadata"),
-        labels=reader.texts(metadata, "labels", "metadata"),
-        annotations=reader.texts(metadata, "annotations", "metadata"),
-    )
-    if top.get("spec") is not None:
-        found = _with_spec(found, reader.mapping(top, "spec", ""), reader)
-    reader.end()
+    found, mistakes = pod_and_mistakes(document)
+    if mistakes:
+        raise InvalidSettings(tuple(note.text for note in mistakes))
     return found
 
 
+def pod_and_mistakes(document: object) -> tuple[Pod, tuple[Note, ...]]:
+    """Return the pod as far as it can be read, and what is of another type than it must be.
+
+    Raises: InvalidSettings for what is no mapping at all.
+    """
+    reader = _Reader()
+    top = reader.top(document, "pod")
+    metadata = reader.mapping(top, "metadata", ())
+    found = Pod(
+        namespace=reader.name(metadata, "namespace", METADATA),
+        name=reader.name(metadata, "name", METADATA)
+        or reader.name(metadata, "generateName", METADATA),
+        uid=reader.name(metadata, "uid", METADATA),
+        labels=reader.texts(metadata, "labels", METADATA),
+        annotations=reader.texts(metadata, "annotations", METADATA),
+    )
+    if top.get("spec") is not None:
+        found = _with_spec(found, reader.mapping(top, "spec", ()), reader)
+    return found, tuple(reader.notes)
+
+
 def _with_spec(known: Pod, spec: Mapping[str, object], reader: "_Reader") -> Pod:
-    context = reader.mapping(spec, "securityContext", "spec")
+    context = reader.mapping(spec, CONTEXT, SPEC)
     return replace(
         known,
         containers=(
             *_containers(spec, "initContainers", reader),
             *_containers(spec, "containers", reader),
         ),
-        host_network=reader.flag(spec, "hostNetwork", "spec"),
-        runtime_class=reader.text(spec, "runtimeClassName", "spec"),
-        run_as_user=reader.number(context, "runAsUser", "spec.securityContext"),
-        run_as_group=reader.number(context, "runAsGroup", "spec.securityContext"),
+        host_network=reader.flag(spec, "hostNetwork", SPEC),
+        runtime_class=reader.text(spec, "runtimeClassName", SPEC),
+        run_as_user=reader.number(context, "runAsUser", (*SPEC, CONTEXT)),
+        run_as_group=reader.number(context, "runAsGroup", (*SPEC, CONTEXT)),
     )
 
 
 def _containers(spec: Mapping[str, object], key: str, reader: "_Reader") -> Iterator[Container]:
-    for at, entry in reader.mappings(spec, key, "spec"):
-        context = reader.mapping(entry, "securityContext", at)
+    for at, entry in reader.mappings(spec, key, SPEC):
+        context = reader.mapping(entry, CONTEXT, at)
         if entry.get("name") is None:
-            reader.problems.append(f"{at}.name: it is missing")
+            reader.wrong((*at, "name"), "it is missing")
         yield Container(
             name=reader.text(entry, "name", at),
             init=key == "initContainers",
@@ -74,13 +89,13 @@ def _containers(spec: Mapping[str, object], key: str, reader: "_Reader") -> Iter
             image=reader.text(entry, "image", at),
             args=reader.items(entry, "args", at),
             env=_environment(entry, at, reader),
-            run_as_user=reader.number(context, "runAsUser", f"{at}.securityContext"),
-            run_as_group=reader.number(context, "runAsGroup", f"{at}.securityContext"),
+            run_as_user=reader.number(context, "runAsUser", (*at, CONTEXT)),
+            run_as_group=reader.number(context, "runAsGroup", (*at, CONTEXT)),
         )
 
 
 def _environment(
-    container: Mapping[str, object], where: str, reader: "_Reader"
+    container: Mapping[str, object], where: Place, reader: "_Reader"
 ) -> dict[str, str | None]:
     """Return the variables; of those with one name the last counts, as it does for the kubelet."""
     found: dict[str, str | None] = {}
@@ -98,10 +113,10 @@ def namespace(document: object) -> Namespace:
     Raises: InvalidSettings.
     """
     reader = _Reader()
-    metadata = reader.mapping(reader.top(document, "namespace"), "metadata", "")
+    metadata = reader.mapping(reader.top(document, "namespace"), "metadata", ())
     found = Namespace(
-        name=reader.name(metadata, "name", "metadata"),
-        labels=reader.texts(metadata, "labels", "metadata"),
+        name=reader.name(metadata, "name", METADATA),
+        labels=reader.texts(metadata, "labels", METADATA),
     )
     reader.end()
     return found
@@ -123,21 +138,20 @@ def sandbox(
     """
     reader = _Reader()
     document = {"labels": labels, "annotations": annotations}
-    found = reader.texts(document, "labels", "")
+    found = reader.texts(document, "labels", ())
     own = {name: value for name, value in found.items() if not name.startswith(CRI_LABELS)}
     result = Pod(
-        namespace=reader.name(found, CRI_NAMESPACE, "labels"),
-        name=reader.name(found, CRI_NAME, "labels"),
-        uid=reader.name(found, CRI_UID, "labels"),
+        namespace=reader.name(found, CRI_NAMESPACE, ("labels",)),
+        name=reader.name(found, CRI_NAME, ("labels",)),
+        uid=reader.name(found, CRI_UID, ("labels",)),
         labels=own,
-        annotations=reader.texts(document, "annotations", ""),
+        annotations=reader.texts(document, "annotations", ()),
         host_network=host_network,
         runtime_class=runtime_handler or None,
     )
     if not (found.get(CRI_NAMESPACE) and found.get(CRI_NAME)):
-        reader.problems.append(
-            f"labels: {CRI_NAMESPACE} and {CRI_NAME} are missing: no kubelet made this sandbox"
-        )
+        missing = f"{CRI_NAMESPACE} and {CRI_NAME} are missing: no kubelet made this sandbox"
+        reader.wrong(("labels",), missing)
     reader.end()
     return result
 
@@ -153,15 +167,15 @@ def cni(arguments: str, annotations: object = None) -> Pod:
     for item in filter(None, arguments.split(";")):
         key, separator, value = item.partition("=")
         if not separator:
-            reader.problems.append(f"CNI_ARGS: {shown(item)} is not KEY=VALUE")
+            reader.wrong(("CNI_ARGS",), f"{shown(item)} is not KEY=VALUE")
         given[key] = value
     known = None
     if annotations is not None:
-        known = reader.texts({"annotations": annotations}, "annotations", "")
+        known = reader.texts({"annotations": annotations}, "annotations", ())
     found = Pod(
-        namespace=reader.name(given, "K8S_POD_NAMESPACE", "CNI_ARGS"),
-        name=reader.name(given, "K8S_POD_NAME", "CNI_ARGS"),
-        uid=reader.name(given, "K8S_POD_UID", "CNI_ARGS"),
+        namespace=reader.name(given, "K8S_POD_NAMESPACE", ("CNI_ARGS",)),
+        name=reader.name(given, "K8S_POD_NAME", ("CNI_ARGS",)),
+        uid=reader.name(given, "K8S_POD_UID", ("CNI_ARGS",)),
         annotations=known,
     )
     reader.end()
@@ -175,96 +189,96 @@ class _Reader:
     """
 
     def __init__(self) -> None:
-        self.problems: list[str] = []
+        self.notes: list[Note] = []
 
     def end(self) -> None:
-        if self.problems:
-            raise InvalidSettings(tuple(self.problems))
+        if self.notes:
+            raise InvalidSettings(tuple(note.text for note in self.notes))
 
-    def _wrong(self, where: str, key: str, wanted: str, value: object) -> None:
-        at = f"{where}.{_key(key)}" if where else _key(key)
-        self.problems.append(f"{at}: {wanted} is expected, not {_kind(value)}")
+    def wrong(self, at: Place, sentence: str) -> None:
+        self.notes.append(Note(message=f"{path(at)}: {sentence}", at=at))
+
+    def _wrong(self, at: Place, wanted: str, value: object) -> None:
+        self.wrong(at, f"{wanted} is expected, not {_kind(value)}")
 
     def top(self, document: object, what: str) -> Mapping[str, object]:
         if isinstance(document, Mapping):
             return document
         raise InvalidSettings((f"{what}: a mapping is expected, not {_kind(document)}",))
 
-    def mapping(self, parent: Mapping[str, object], key: str, where: str) -> Mapping[str, object]:
+    def mapping(self, parent: Mapping[str, object], key: str, where: Place) -> Mapping[str, object]:
         value = parent.get(key)
         if isinstance(value, Mapping):
             return value
         if value is not None:
-            self._wrong(where, key, "a mapping", value)
+            self._wrong((*where, key), "a mapping", value)
         return {}
 
     def mappings(
-        self, parent: Mapping[str, object], key: str, where: str
-    ) -> Iterator[tuple[str, Mapping[str, object]]]:
+        self, parent: Mapping[str, object], key: str, where: Place
+    ) -> Iterator[tuple[Place, Mapping[str, object]]]:
         value = parent.get(key)
         if value is not None and not isinstance(value, list):
-            self._wrong(where, key, "a list", value)
+            self._wrong((*where, key), "a list", value)
         for index, entry in enumerate(value if isinstance(value, list) else ()):
-            at = f"{where}.{key}[{index}]"
+            at = (*where, key, index)
             if isinstance(entry, Mapping):
                 yield at, entry
             else:
-                self._wrong(where, f"{key}[{index}]", "a mapping", entry)
+                self._wrong(at, "a mapping", entry)
 
-    def items(self, parent: Mapping[str, object], key: str, where: str) -> tuple[str, ...]:
+    def items(self, parent: Mapping[str, object], key: str, where: Place) -> tuple[str, ...]:
         value = parent.get(key)
         if value is not None and not isinstance(value, list):
-            self._wrong(where, key, "a list", value)
+            self._wrong((*where, key), "a list", value)
         found = []
         for index, item in enumerate(value if isinstance(value, list) else ()):
             if isinstance(item, str):
                 found.append(item)
             else:
-                self._wrong(where, f"{key}[{index}]", _quoted(item), item)
+                self._wrong((*where, key, index), _quoted(item), item)
         return tuple(found)
 
-    def text(self, parent: Mapping[str, object], key: str, where: str) -> str:
+    def text(self, parent: Mapping[str, object], key: str, where: Place) -> str:
         value = parent.get(key)
         if value is not None and not isinstance(value, str):
-            self._wrong(where, key, _quoted(value), value)
+            self._wrong((*where, key), _quoted(value), value)
         return value if isinstance(value, str) else ""
 
-    def name(self, parent: Mapping[str, object], key: str, where: str) -> str:
+    def name(self, parent: Mapping[str, object], key: str, where: Place) -> str:
         value = self.text(parent, key, where)
         if NAME.fullmatch(value):
             return value
-        self.problems.append(
-            f"{where}.{key}: {shown(value)} is no name: up to 253 letters, digits, '-', '_' and "
-            "'.' are allowed"
-        )
+        allowed = "up to 253 letters, digits, '-', '_' and '.' are allowed"
+        self.wrong((*where, key), f"{shown(value)} is no name: {allowed}")
         return ""
 
-    def texts(self, parent: Mapping[str, object], key: str, where: str) -> dict[str, str]:
-        found = self.mapping(parent, key, where)
-        at = f"{where}.{key}" if where else key
-        for name in found:
+    def texts(self, parent: Mapping[str, object], key: str, where: Place) -> dict[str, str]:
+        """Return what is text, and null as no text; what is neither is left out."""
+        found, at, texts = self.mapping(parent, key, where), (*where, key), {}
+        for name, value in found.items():
             if not isinstance(name, str):
-                self.problems.append(f"{at}: the key {shown(name)} is not text")
-        return {name: self.text(found, name, at) for name in found if isinstance(name, str)}
+                self.wrong(at, f"the key {shown(name)} is not text")
+                continue
+            text = self.text(found, name, at)
+            if value is None or isinstance(value, str):
+                texts[name] = text
+        return texts
 
-    def flag(self, parent: Mapping[str, object], key: str, where: str) -> bool:
+    def flag(self, parent: Mapping[str, object], key: str, where: Place) -> bool:
         value = parent.get(key)
         if value is not None and not isinstance(value, bool):
-            self._wrong(where, key, "true or false", value)
+            self._wrong((*where, key), "true or false", value)
         return value is True
 
-    def number(self, parent: Mapping[str, object], key: str, where: str) -> int | None:
+    def number(self, parent: Mapping[str, object], key: str, where: Place) -> int | None:
         value = parent.get(key)
         if value is None:
             return None
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31:
             return value
-        self._wrong(where, key, "a whole number from 0 to 2147483647", value)
+        self._wrong((*where, key), "a whole number from 0 to 2147483647", value)
         return None
-
-
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[\w./\[\]-]{1,317}", key) else shown(key)
 
 
 def _quoted(value: object) -> str:

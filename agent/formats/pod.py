@@ -1,26 +1,74 @@
-"""Manifests that people write: the pod in them, its settings, and what is in the wrong place."""
+"""Manifests that people write: the documents and the pods in them, and their settings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agent.formats import kube
-from agent.model.annotations import ANNOTATIONS, CAPTURE_NAMES, DEFAULTS, raw_settings
+from agent.model.annotations import ANNOTATIONS, DEFAULTS, raw_settings
+from agent.model.note import Place
 
-__all__ = ["ANNOTATIONS", "DEFAULTS", "misplaced", "pod_of", "settings"]
+__all__ = ["ANNOTATIONS", "DEFAULTS", "members", "place_of_pod", "pod_of", "settings"]
+
+TEMPLATE: Place = ("spec", "template")
+JOB_TEMPLATE: Place = ("spec", "jobTemplate", "spec", "template")
+# Where the kinds of Kubernetes have their pods.
+PLACES: Mapping[str, Place] = {
+    "Pod": (),
+    "PodTemplate": ("template",),
+    "CronJob": JOB_TEMPLATE,
+    **dict.fromkeys(
+        ("DaemonSet", "Deployment", "Job", "ReplicaSet", "ReplicationController", "StatefulSet"),
+        TEMPLATE,
+    ),
+}
+MAX_LISTS = 10  # a list in a list
+
+
+def members(document: object) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """Yield the documents in a document: itself, or what a `List` holds, with their places."""
+    todo: list[tuple[Place, object]] = [((), document)]
+    while todo:
+        place, found = todo.pop(0)
+        if not isinstance(found, Mapping):
+            continue
+        items = found.get("items")
+        if str(found.get("kind")).endswith("List") and isinstance(items, list):
+            if len(place) < 2 * MAX_LISTS:
+                todo[:0] = [((*place, "items", at), item) for at, item in enumerate(items)]
+        else:
+            yield place, found
+
+
+def place_of_pod(document: Mapping[str, Any]) -> Place | None:
+    """Return where a document holds its pod, or its pod template; None if it has none.
+
+    Other kinds than Kubernetes' own may have a template of pods where a Deployment has it.
+    """
+    kind = document.get("kind")
+    place = PLACES.get(kind) if isinstance(kind, str) else None
+    if place is not None and isinstance(_at(document, place), Mapping):
+        return place
+    for place in (TEMPLATE, JOB_TEMPLATE):
+        template = _at(document, place)
+        spec = template.get("spec") if isinstance(template, Mapping) else None
+        if isinstance(spec, Mapping) and isinstance(spec.get("containers"), list):
+            return place
+    return None
+
+
+def _at(document: object, place: Place) -> object:
+    for step in place:
+        document = document.get(step) if isinstance(document, Mapping) else None
+    return document
 
 
 def pod_of(document: object) -> Mapping[str, Any] | None:
     """Return the pod, or the pod template, in a manifest; None if it holds neither."""
     if not isinstance(document, Mapping):
         return None
-    if document.get("kind") == "Pod":
-        return document
-    spec = document.get("spec")
-    if isinstance(spec, Mapping) and isinstance(spec.get("jobTemplate"), Mapping):
-        spec = spec["jobTemplate"].get("spec")  # a CronJob's, whose jobs have the template
-    if isinstance(spec, Mapping) and isinstance(spec.get("template"), Mapping):
-        return dict(spec["template"])
-    return None
+    place = place_of_pod(document)
+    found = None if place is None else _at(document, place)
+    return found if isinstance(found, Mapping) else None
 
 
 def settings(pod: Mapping[str, Any]) -> dict[str, object]:
@@ -29,24 +77,3 @@ def settings(pod: Mapping[str, Any]) -> dict[str, object]:
     Raises: InvalidSettings if the manifest has another shape than a pod's.
     """
     return raw_settings(kube.pod(pod))
-
-
-def misplaced(document: object) -> tuple[str, ...]:
-    """Return a sentence for every annotation that stands on the workload and not on its pods.
-
-    Nothing reads it there, and nobody else says so (field report 58).
-    """
-    template = pod_of(document)
-    if template is None or template is document or not isinstance(document, Mapping):
-        return ()
-    found = []
-    for kind in ("annotations", "labels"):
-        metadata = document.get("metadata")
-        written = metadata.get(kind) if isinstance(metadata, Mapping) else None
-        there = written if isinstance(written, Mapping) else {}
-        found += [
-            f"metadata.{kind}: {name} has no effect here: it belongs to the pod template"
-            for name in sorted(CAPTURE_NAMES)
-            if name in there
-        ]
-    return tuple(found)

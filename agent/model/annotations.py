@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from agent.model import istio_names
 from agent.model.errors import InvalidSettings
+from agent.model.note import Note, Place
 from agent.model.numbers import PROXY_ID
 from agent.model.pod import PROXY, Container, Pod, parsable
 from agent.model.settings import parse
@@ -63,35 +65,7 @@ ANNOTATIONS: Mapping[str, str] = {
 # Everything else that says how a pod is captured, or whether.
 CAPTURE_NAMES = frozenset({*ANNOTATIONS, REROUTE, KUBEVIRT, STATUS_PORT, INJECT, STATUS})
 
-# Known to Istio under the same prefixes and of no concern here; so they are not taken for misspelt.
-KNOWN_NAMES = CAPTURE_NAMES | {
-    SIDECAR + name
-    for name in (
-        "agentLogLevel",
-        "bootstrapOverride",
-        "componentLogLevel",
-        "controlPlaneAuthPolicy",
-        "discoveryAddress",
-        "enableCoreDump",
-        "extraStatTags",
-        "logLevel",
-        "nativeSidecar",
-        "proxyCPU",
-        "proxyCPULimit",
-        "proxyImage",
-        "proxyImageType",
-        "proxyMemory",
-        "proxyMemoryLimit",
-        "rewriteAppHTTPProbers",
-        "statsCompression",
-        "statsHistogramBuckets",
-        "statsInclusionPrefixes",
-        "statsInclusionRegexps",
-        "statsInclusionSuffixes",
-        "userVolume",
-        "userVolumeMount",
-    )
-}
+KNOWN_NAMES = CAPTURE_NAMES | istio_names.NAMES
 
 PORT_LISTS = frozenset(
     {
@@ -128,6 +102,11 @@ class Given:
     key: str
     value: object
     source: str
+    at: Place
+
+
+def annotation_at(name: str) -> Place:
+    return ("metadata", "annotations", name)
 
 
 def given(pod: Pod) -> Iterator[Given]:
@@ -135,14 +114,17 @@ def given(pod: Pod) -> Iterator[Given]:
     written = pod.annotations or {}
     for name, key in ANNOTATIONS.items():
         if name in written:
-            yield Given(key, _list(written[name], key), f"annotation {name}")
+            value = _list(written[name], key)
+            yield Given(key, value, f"annotation {name}", annotation_at(name))
     port = written.get(STATUS_PORT, "").strip()
     if port not in ("", "0"):
-        yield Given("inbound_ports_exclude", port, f"annotation {STATUS_PORT}")
+        source = f"annotation {STATUS_PORT}"
+        yield Given("inbound_ports_exclude", port, source, annotation_at(STATUS_PORT))
     for name in (REROUTE, KUBEVIRT):  # the first wins even when it is empty
         if name in written:
             value = _list(written[name], "")
-            yield Given("reroute_virtual_interfaces", value, f"annotation {name}")
+            source = f"annotation {name}"
+            yield Given("reroute_virtual_interfaces", value, source, annotation_at(name))
             break
     if pod.proxy is not None:
         yield from _of_proxy(pod.proxy, mode=MODE not in written)
@@ -160,16 +142,19 @@ def _of_proxy(proxy: Container, *, mode: bool) -> Iterator[Given]:
     ):
         # 0 means "not said" here, as it does to Istio: root is no identity to exempt.
         if number:
-            yield Given(key, str(number), f"securityContext.{name} of container {PROXY}")
+            at = (*proxy.at, "securityContext", name)
+            yield Given(key, str(number), f"securityContext.{name} of container {PROXY}", at)
     for name, keys in SWITCHES.items():
         value = switch(proxy, name)
         for key in keys if value is not None else ():
-            yield Given(key, value, f"variable {name} of container {PROXY}")
+            yield Given(
+                key, value, f"variable {name} of container {PROXY}", proxy.variable_at(name)
+            )
     # The injector writes both; where only the variable is there, it is what the proxy goes by.
     said = proxy.env.get(MODE_VARIABLE)
     if mode and said in MODES:
         source = f"variable {MODE_VARIABLE} of container {PROXY}"
-        yield Given("inbound_interception_mode", said, source)
+        yield Given("inbound_interception_mode", said, source, proxy.variable_at(MODE_VARIABLE))
 
 
 def switch(proxy: Container, name: str) -> bool | None:
@@ -250,12 +235,12 @@ def listed_ports(text: str) -> tuple[Span, ...]:
         return ()
 
 
-def problems(pod: Pod, raw: Mapping[str, object]) -> tuple[str, ...]:
+def mistakes(pod: Pod, raw: Mapping[str, object]) -> tuple[Note, ...]:
     """Return every mistake in what a pod says, each naming where it stands; empty if `raw` parses.
 
     `raw` is what `raw_settings` made of the pod.
     """
-    found = [mistake for one in given(pod) for mistake in _mistakes({one.key: one.value}, one)]
+    found = [note for one in given(pod) for note in _mistakes({one.key: one.value}, one)]
     if found:
         return tuple(dict.fromkeys(found))
     sources = {one.key: one for one in given(pod)}
@@ -267,17 +252,18 @@ def problems(pod: Pod, raw: Mapping[str, object]) -> tuple[str, ...]:
     return ()
 
 
-def _mistakes(raw: Mapping[str, object], source: Given) -> Iterator[str]:
+def _mistakes(raw: Mapping[str, object], source: Given) -> Iterator[Note]:
     try:
         parse(parsable(raw))
     except InvalidSettings as refused:
         yield from (_reworded(sentence, source) for sentence in refused.problems)
 
 
-def _reworded(sentence: str, source: Given | None) -> str:
+def _reworded(sentence: str, source: Given | None) -> Note:
     if source is None:
-        return sentence
-    return f"{source.source}: {sentence.removeprefix(f'{source.key}: ')}"
+        return Note(message=sentence)
+    said = sentence.removeprefix(f"{source.key}: ")
+    return Note(message=f"{source.source}: {said}", at=source.at)
 
 
 def injected_names(status: str) -> frozenset[str] | None:

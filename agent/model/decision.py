@@ -345,7 +345,7 @@ _RULES: tuple[Callable[[Pod, Namespace, Policy], Decision | None], ...] = (
 
 def _captured(pod: Pod, policy: Policy) -> Decision:
     raw = names.raw_settings(pod, policy.defaults)
-    problems = names.problems(pod, raw)
+    problems = tuple(note.text for note in names.mistakes(pod, raw))
     if problems:
         return Decision(
             captured=False,

@@ -1,5 +1,8 @@
 """Numbers that the mesh fixes. Each is Istio's (reference: its capture code and documentation)."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 PROXY_PORT = 15001
 INBOUND_CAPTURE_PORT = 15006
 INBOUND_TUNNEL_PORT = 15008
@@ -9,6 +12,21 @@ DNS_PORT = 53
 DNS_PROXY_PORT = 15053
 ENVOY_METRICS_PORT = 15090
 ENVOY_ADMIN_PORT = 15000
+
+# Ports of a pod that its proxy listens on.
+PROXY_PORTS: Mapping[int, str] = MappingProxyType(
+    {
+        15000: "administration",
+        PROXY_PORT: "outbound capture",
+        15004: "debugging",
+        INBOUND_CAPTURE_PORT: "inbound capture",
+        INBOUND_TUNNEL_PORT: "tunnel",
+        STATUS_PORT: "status",
+        HEALTH_PORT: "health",
+        DNS_PROXY_PORT: "DNS",
+        ENVOY_METRICS_PORT: "metrics",
+    }
+)
 
 PROXY_ID = 1337
 

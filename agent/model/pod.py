@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from agent.model.note import Place
 from agent.model.settings import parse
 
 PROXY = "istio-proxy"
@@ -31,6 +32,14 @@ class Container:
     env: Mapping[str, str | None] = field(default_factory=dict)
     run_as_user: int | None = None
     run_as_group: int | None = None
+
+    @property
+    def at(self) -> Place:
+        """Where it stands in its pod."""
+        return ("spec", "initContainers" if self.init else "containers", self.name)
+
+    def variable_at(self, name: str) -> Place:
+        return (*self.at, "env", name, "value")
 
     @property
     def native_sidecar(self) -> bool:
@@ -70,6 +79,12 @@ class Pod:
 
     def label(self, name: str) -> str | None:
         return None if self.labels is None else self.labels.get(name)
+
+    def identity_at(self, container: Container, field: str) -> Place:
+        """Where a container's `runAsUser` or `runAsGroup` stands: with it, or with the pod."""
+        own = container.run_as_user if field == "runAsUser" else container.run_as_group
+        place = ("spec",) if own is None else container.at
+        return (*place, "securityContext", field)
 
     def user_of(self, container: Container) -> int | None:
         """The user it runs as; None where the image says so."""

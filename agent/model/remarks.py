@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from agent.model import annotations as names
+from agent.model.istio_names import BY_PREFIX
+from agent.model.note import Note
 from agent.model.numbers import PROXY_ID
 from agent.model.pod import INIT, PROXY, Container, Pod, parsable
 from agent.model.settings import Settings, parse
@@ -21,58 +23,80 @@ CLOSE = 0.8
 MESH_CONTAINERS = frozenset({PROXY, INIT, "istio-validation", "enable-core-dump"})
 AMBIENT = ("ambient.istio.io/bypass-inbound-capture", "ambient.istio.io/dns-capture")
 
-_BY_LAST_WORD = {name.rpartition("/")[2].casefold(): name for name in sorted(names.KNOWN_NAMES)}
-_OUR_PREFIXES = frozenset(name.rpartition("/")[0] for name in names.KNOWN_NAMES) - {"istio.io"}
-# Last words that other annotations have too, so that these alone do not give a slip away.
-_COMMON = frozenset({"port", "status"})
+# Of prefixes other than Istio's, only these last words give a slip away: few others have them.
+_COMMON = frozenset({"inject", "port", "status"})
+_BY_LAST_WORD = {name.rpartition("/")[2].casefold(): name for name in sorted(names.CAPTURE_NAMES)}
+# Prefixes of which every name is known; others may have names that are newer than this list.
+_WHOLE_PREFIXES = frozenset(
+    {
+        *("inject.istio.io", "proxy.istio.io", "readiness.status.sidecar.istio.io"),
+        *("sidecar.istio.io", "status.sidecar.istio.io", "traffic.sidecar.istio.io"),
+    }
+)
 
 
 def remarks(pod: Pod, raw: Mapping[str, object] | None) -> tuple[str, ...]:
     """Return what is odd about a pod; `raw` are its settings if it is captured, and they parse."""
+    return tuple(note.text for note in notes(pod, raw))
+
+
+def notes(pod: Pod, raw: Mapping[str, object] | None) -> tuple[Note, ...]:
+    """Return the same with the place of each in the pod's manifest."""
     found = [_unknown_names(pod), _misplaced(pod), _words(pod)]
     if raw is not None:
         settings = parse(parsable(raw))
         found += (_proxy(pod, settings), _collisions(pod, settings), _deprecated(pod))
         found += (_inbound(pod, settings), _outbound(pod, settings), _networks(settings))
-    return tuple(sentence for kind in found for sentence in islice(kind, MAX_OF_A_KIND))
+    return tuple(note for kind in found for note in islice(kind, MAX_OF_A_KIND))
 
 
 # --- names ----------------------------------------------------------------------------------------
 
 
-def _unknown_names(pod: Pod) -> Iterator[str]:
+def _unknown_names(pod: Pod) -> Iterator[Note]:
     """Misspelt annotations do nothing, and nobody else says so (field report 58)."""
     for kind, written in (("annotation", pod.annotations), ("label", pod.labels)):
         odd = (name for name in written or () if name not in names.KNOWN_NAMES and _meshy(name))
         for name in islice(odd, MAX_NAMES):
-            if sentence := misspelt(name, kind):
-                yield sentence
+            if note := misspelt(name, kind):
+                yield note
 
 
 def _meshy(name: str) -> bool:
     return "istio" in name or name.rpartition("/")[2].casefold() in _BY_LAST_WORD
 
 
-def misspelt(name: str, kind: str = "annotation") -> str:
-    """Return a sentence if a name looks like one of the sidecar's and is none, else nothing."""
+def misspelt(name: str, kind: str = "annotation") -> Note | None:
+    """Return a note if a name looks like one of Istio's and is none; its place is in a pod."""
     if name in names.KNOWN_NAMES:
-        return ""
+        return None
     prefix, _, last = name.rpartition("/")
-    near = _nearest(last, exact="istio" not in prefix)
-    ours = prefix in _OUR_PREFIXES
-    if not ours and (not near or last.casefold() in _COMMON):
-        return ""
-    meant = f"; did you mean {near}?" if near else ""
-    return f"{kind} {_name(name)} is not known and has no effect{meant}"
+    near = _nearest(prefix, last)
+    if not near and prefix not in _WHOLE_PREFIXES:
+        return None
+    return Note(
+        message=f"{kind} {_name(name)} is not known and has no effect",
+        hint=f"did you mean {near}?" if near else "",
+        at=("metadata", f"{kind}s", name),
+        key=True,
+    )
 
 
-def _nearest(word: str, *, exact: bool) -> str:
-    """Return the known name with that last word, or with one very like it."""
+def _nearest(prefix: str, word: str) -> str:
+    """Return the known name with that last word or, under a prefix of Istio's, with one like it."""
     folded = word.casefold()
-    if exact or folded in _BY_LAST_WORD or len(word) > MAX_COMPARED:
-        return _BY_LAST_WORD.get(folded, "")
-    found = difflib.get_close_matches(folded, _BY_LAST_WORD, n=1, cutoff=CLOSE)
-    return _BY_LAST_WORD[found[0]] if found else ""
+    if "istio" not in f"{prefix}/{word}":
+        return "" if folded in _COMMON else _BY_LAST_WORD.get(folded, "")
+    known = {name.casefold(): f"{prefix}/{name}".strip("/") for name in _siblings(prefix)}
+    known = {**_BY_LAST_WORD, **known} if prefix else known
+    if folded in known or len(word) > MAX_COMPARED:
+        return known.get(folded, "")
+    found = difflib.get_close_matches(folded, known, n=1, cutoff=CLOSE)
+    return known[found[0]] if found else ""
+
+
+def _siblings(prefix: str) -> list[str]:
+    return BY_PREFIX.get(prefix, "").split()
 
 
 def _name(name: str) -> str:
@@ -80,51 +104,62 @@ def _name(name: str) -> str:
     return name if plain and len(name) <= MAX_COMPARED else shown(name)
 
 
-def _misplaced(pod: Pod) -> Iterator[str]:
+def _misplaced(pod: Pod) -> Iterator[Note]:
     for name in sorted(names.CAPTURE_NAMES - {names.INJECT}):
         if name in (pod.labels or {}):
-            yield f"label {name} has no effect: only an annotation of that name has"
+            yield Note(
+                message=f"label {name} has no effect: only an annotation of that name has",
+                at=("metadata", "labels", name),
+                key=True,
+            )
     if names.DATAPLANE_MODE in (pod.annotations or {}):
-        yield f"annotation {names.DATAPLANE_MODE} has no effect: only a label of that name has"
+        name = names.DATAPLANE_MODE
+        message = f"annotation {name} has no effect: only a label of that name has"
+        yield Note(message=message, at=names.annotation_at(name), key=True)
 
 
-def _words(pod: Pod) -> Iterator[str]:
+def _words(pod: Pod) -> Iterator[Note]:
     """Switches that say neither yes nor no, and so do not do what was meant."""
     for kind, value in (
         ("label", pod.label(names.INJECT)),
         ("annotation", pod.annotation(names.INJECT)),
     ):
         if value is not None and value not in TRUE_WORDS | FALSE_WORDS:
-            yield f"{kind} {names.INJECT} is {shown(value)}, which does not count as 'false'"
+            yield Note(
+                message=f"{kind} {names.INJECT} is {shown(value)}, which does not count as 'false'",
+                at=("metadata", f"{kind}s", names.INJECT),
+            )
     if pod.proxy is None:
         return
     for name in (*names.SWITCHES, names.DISABLE_ENVOY):
         if name not in pod.proxy.env or names.switch(pod.proxy, name) is not None:
             continue
         value = pod.proxy.env[name]
+        said = f"variable {name} of container {PROXY}"
         if value is None:
-            yield f"variable {name} of container {PROXY} has no value of its own and is not read"
+            message = f"{said} has no value of its own and is not read"
+            yield Note(message=message, at=(*pod.proxy.at, "env", name))
         elif value:
-            yield (
-                f"variable {name} of container {PROXY} is {shown(value)}, which is neither true "
-                "nor false, so it has no effect"
-            )
+            message = f"{said} is {shown(value)}, which is neither true nor false"
+            yield Note(message=f"{message}, so it has no effect", at=pod.proxy.variable_at(name))
 
 
-def _deprecated(pod: Pod) -> Iterator[str]:
+def _deprecated(pod: Pod) -> Iterator[Note]:
     written = pod.annotations or {}
     if names.KUBEVIRT in written:
         effect = ", which is there too and wins" if names.REROUTE in written else ""
-        yield f"annotation {names.KUBEVIRT} is deprecated in favour of {names.REROUTE}{effect}"
+        message = f"annotation {names.KUBEVIRT} is deprecated in favour of {names.REROUTE}{effect}"
+        yield Note(message=message, at=names.annotation_at(names.KUBEVIRT), key=True)
     for name in AMBIENT:
         if name in written:
-            yield f"annotation {name} has no effect on a pod with a sidecar"
+            message = f"annotation {name} has no effect on a pod with a sidecar"
+            yield Note(message=message, at=names.annotation_at(name), key=True)
 
 
 # --- lists ----------------------------------------------------------------------------------------
 
 
-def _inbound(pod: Pod, settings: Settings) -> Iterator[str]:
+def _inbound(pod: Pod, settings: Settings) -> Iterator[Note]:
     """What is excluded wins; beside a list of included ports nothing else can be excluded."""
     written = pod.annotations or {}
     include = written.get(names.INCLUDE_INBOUND, "*").strip()
@@ -134,7 +169,10 @@ def _inbound(pod: Pod, settings: Settings) -> Iterator[str]:
     excluded = names.covered(settings.inbound_ports_exclude)
     both = [span for span in listed if any(excluded[span.first : span.last + 1])]
     if both:
-        yield f"inbound {_ports(both)} both included and excluded, so not captured"
+        yield _at(
+            names.INCLUDE_INBOUND,
+            f"inbound {_ports(both)} both included and excluded, so not captured",
+        )
     included = names.covered(listed)
     idle = [
         hole
@@ -142,18 +180,19 @@ def _inbound(pod: Pod, settings: Settings) -> Iterator[str]:
         if not any(included[hole.first : hole.last + 1])
     ]
     if idle:
-        yield (
+        yield _at(
+            names.EXCLUDE_INBOUND,
             f"annotation {names.EXCLUDE_INBOUND} has no effect where {names.INCLUDE_INBOUND} does "
-            f"not include the port: {_text(idle)}"
+            f"not include the port: {_text(idle)}",
         )
 
 
-def _outbound(pod: Pod, settings: Settings) -> Iterator[str]:
+def _outbound(pod: Pod, settings: Settings) -> Iterator[Note]:
     outbound = settings.outbound_ip_ranges_include or settings.outbound_ports_include
     anything = outbound or settings.dns_active
     for name in (names.EXCLUDE_OUTBOUND, names.EXCLUDE_NETWORKS):
         if (pod.annotation(name) or "").strip(" ,") and not anything:
-            yield f"annotation {name} has no effect: no outbound traffic is captured"
+            yield _at(name, f"annotation {name} has no effect: no outbound traffic is captured")
     excluded = names.covered(settings.outbound_ports_exclude)
     both = [
         span
@@ -161,9 +200,19 @@ def _outbound(pod: Pod, settings: Settings) -> Iterator[str]:
         if any(excluded[span.first : span.last + 1])
     ]
     if both:
-        yield f"outbound {_ports(both)} both included and excluded, so not captured"
+        yield _at(
+            names.INCLUDE_OUTBOUND,
+            f"outbound {_ports(both)} both included and excluded, so not captured",
+        )
     if not (anything or settings.inbound_ports_include):
-        yield "nothing is captured: no inbound ports, no outbound networks and no outbound ports"
+        yield _at(
+            names.INCLUDE_NETWORKS,
+            "nothing is captured: no inbound ports, no outbound networks and no outbound ports",
+        )
+
+
+def _at(name: str, message: str) -> Note:
+    return Note(message=message, at=names.annotation_at(name))
 
 
 def _ports(spans: list[Span]) -> str:
@@ -171,7 +220,7 @@ def _ports(spans: list[Span]) -> str:
     return f"port {_text(spans)} is" if single else f"ports {_text(spans)} are (at least in part)"
 
 
-def _networks(settings: Settings) -> Iterator[str]:
+def _networks(settings: Settings) -> Iterator[Note]:
     include = settings.outbound_ip_ranges_include
     excluded = settings.outbound_ip_ranges_exclude
     if max(len(include.items), len(excluded)) > MAX_NETWORKS:
@@ -179,14 +228,18 @@ def _networks(settings: Settings) -> Iterator[str]:
     for network in include.items:
         if any(_inside(network, hole) for hole in excluded):
             text = network_text(network)
-            yield f"outbound network {text} is included and excluded, so it is not captured"
+            yield _at(
+                names.INCLUDE_NETWORKS,
+                f"outbound network {text} is included and excluded, so it is not captured",
+            )
     if include.everything or not include.items or settings.outbound_ports_include:
         return
     for hole in excluded:
         if not any(_inside(hole, one) or _inside(one, hole) for one in include.items):
-            yield (
+            yield _at(
+                names.EXCLUDE_NETWORKS,
                 f"annotation {names.EXCLUDE_NETWORKS} has no effect on {network_text(hole)}, which "
-                "is in no included network"
+                "is in no included network",
             )
 
 
@@ -201,27 +254,31 @@ def _inside(inner: Network, outer: Network) -> bool:
 # --- identities -----------------------------------------------------------------------------------
 
 
-def _proxy(pod: Pod, settings: Settings) -> Iterator[str]:
+def _proxy(pod: Pod, settings: Settings) -> Iterator[Note]:
     """A proxy that is not exempt gets its own traffic back, in a circle."""
     proxy = pod.proxy
     if proxy is None:
         return
     if proxy.init and not proxy.native_sidecar:
-        yield (
-            f"container {PROXY} is an init container without restartPolicy Always: it ends before "
-            "the others start, and their traffic then goes nowhere"
+        yield Note(
+            message=f"container {PROXY} is an init container without restartPolicy Always: it ends "
+            "before the others start, and their traffic then goes nowhere",
+            at=proxy.at,
         )
     user, group = pod.user_of(proxy), pod.group_of(proxy)
     exempt = user is None or _among(user, settings.proxy_uid)
     if exempt or (group is not None and _among(group, settings.proxy_gid)):
         return
-    yield (
-        f"container {PROXY} runs as user {user}, but user {_text(settings.proxy_uid)} is exempt, "
-        f"so its own traffic is captured again; set its securityContext.runAsUser to {PROXY_ID}"
+    exempt_users = _text(settings.proxy_uid)
+    yield Note(
+        message=f"container {PROXY} runs as user {user}, but user {exempt_users} is exempt, so its "
+        "own traffic is captured again",
+        hint=f"set its securityContext.runAsUser to {PROXY_ID}",
+        at=pod.identity_at(proxy, "runAsUser"),
     )
 
 
-def _collisions(pod: Pod, settings: Settings) -> Iterator[str]:
+def _collisions(pod: Pod, settings: Settings) -> Iterator[Note]:
     """An app that runs as the proxy's user or group is not captured (field reports 97 and 98)."""
     for container in pod.containers or ():
         if container.name in MESH_CONTAINERS:
@@ -231,9 +288,12 @@ def _collisions(pod: Pod, settings: Settings) -> Iterator[str]:
             ("group", "runAsGroup", pod.group_of(container), settings.proxy_gid),
         ):
             if number is not None and _among(number, exempt):
-                yield (
-                    f"container {_name(container.name)} runs as {kind} {number} like the proxy, so "
-                    f"its traffic bypasses the mesh; give it another {field}{_whose(container)}"
+                name = _name(container.name)
+                yield Note(
+                    message=f"container {name} runs as {kind} {number} like the proxy, so its "
+                    "traffic bypasses the mesh",
+                    hint=f"give it another {field}{_whose(container)}",
+                    at=pod.identity_at(container, field),
                 )
 
 

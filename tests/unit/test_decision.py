@@ -543,16 +543,6 @@ def test_58_annotation_that_stands_in_the_wrong_place_is_told() -> None:
     assert found.warnings == (
         f"label {names.EXCLUDE_OUTBOUND} has no effect: only an annotation of that name has",
     )
-    on_workload = {
-        "kind": "Deployment",
-        "metadata": {"annotations": {names.EXCLUDE_OUTBOUND: "80", "other": "x"}},
-        "spec": {"template": document()},
-    }
-    assert manifests.misplaced(on_workload) == (
-        f"metadata.annotations: {names.EXCLUDE_OUTBOUND} has no effect here: it belongs to the pod "
-        "template",
-    )
-    assert manifests.misplaced(document()) == ()
 
 
 def test_61_mode_none_means_not_captured_wherever_it_is_said() -> None:
@@ -798,7 +788,7 @@ def test_document_with_metadata_only_says_nothing_about_containers() -> None:
         ({"spec": {"hostNetwork": "true"}}, "spec.hostNetwork: true or false is expected"),
         (
             {"metadata": {"annotations": {"a/b": 80}}},
-            'metadata.annotations.a/b: text, "80" in quotes, is expected, not a number (80)',
+            'metadata.annotations["a/b"]: text, "80" in quotes, is expected, not a number (80)',
         ),
         (
             {"metadata": {"labels": {"a": False}}},
@@ -954,7 +944,6 @@ POLICIES = st.builds(
 def test_whatever_the_document_a_pod_is_decided_or_the_document_is_refused(
     document: object, policy: Policy
 ) -> None:
-    manifests.misplaced(document)
     pod = taken(lambda: kube.pod(document))
     if pod is not None:
         assert_sound(decide(pod, Namespace(name=pod.namespace), policy))

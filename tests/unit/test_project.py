@@ -25,6 +25,7 @@ FLOORS = {
     "capture": 4,
     "leftovers": 4,
     "explain": 4,
+    "lint": 4,
     "node": 5,
     "api": 5,
     "cni": 5,
