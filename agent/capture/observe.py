@@ -119,5 +119,8 @@ def _read(session: Session) -> _Filters:
             continue
         if found:
             loaded[name] = found
-    chains = nft_json.base_chains({"nftables": session.nft_ruleset()})
+    try:
+        chains = nft_json.base_chains({"nftables": session.nft_ruleset()})
+    except nft_json.NftJsonError as error:
+        raise StateUnreadable(f"cannot list nf_tables: {error}") from error
     return _Filters(loaded, tuple(chains), tuple(unreadable))

@@ -11,7 +11,7 @@ values. That holds for all matches of iptables 1.8 because their save functions 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from agent.model.ruleset import (
     BASIC,
@@ -26,6 +26,7 @@ from agent.model.ruleset import (
     Target,
     sort_chains,
 )
+from agent.model.values import shown
 
 BASIC_OPTIONS = frozenset({"-s", "-d", "-i", "-o", "-p", "-f"})
 COUNTERS = re.compile(r"\[\d+:\d+\]")
@@ -47,39 +48,57 @@ def parse(text: str, family: Family) -> Ruleset:
     """Return the ruleset in `text`. Counters and comment lines are dropped.
 
     Raises: SaveTextError for a line that has no meaning, for rules outside a table or in a chain
-    that was not declared, and for a table that the tool could not print ("is incompatible").
+    that was not declared, for a table or chain that was declared before, and for a table that the
+    tool could not print ("is incompatible").
     """
-    tables: list[Table] = []
+    tables: dict[str, Table] = {}
     chains: dict[str, tuple[str | None, list[Rule]]] = {}
     table: str | None = None
     for number, line in enumerate(text.split("\n"), start=1):
         line = line.strip("\r ")
         if found := INCOMPATIBLE.match(line):
-            raise SaveTextError(f"table {found[1]} holds rules that only nft can print")
+            raise SaveTextError(f"table {_word(found[1])} holds rules that only nft can print")
         if not line or line.startswith("#"):
             continue
         try:
             if line.startswith("*"):
-                table, chains = line[1:].strip(), {}
+                table, chains = _table(line, open_table=table, known=tables), {}
             elif table is None:
                 raise SaveTextError("outside a table")
             elif line == "COMMIT":
                 made = [Chain(name, policy, tuple(body)) for name, (policy, body) in chains.items()]
-                tables.append(Table(table, sort_chains(table, made)))
+                tables[table] = Table(table, sort_chains(table, made))
                 table = None
             elif line.startswith(":"):
                 name, policy = _declaration(line)
+                if name in chains:
+                    raise SaveTextError(f"chain {_word(name)} is declared twice")
                 chains[name] = (policy, [])
             else:
                 name, rule = parse_rule(line)
                 if name not in chains:
-                    raise SaveTextError(f"chain {name} is not declared")
+                    raise SaveTextError(f"chain {_word(name)} is not declared")
                 chains[name][1].append(rule)
         except SaveTextError as error:
             raise SaveTextError(f"line {number}: {error}: {line[:200]!r}") from None
     if table is not None:
-        raise SaveTextError(f"table {table} has no COMMIT: the text is cut short")
-    return Ruleset(family, tuple(sorted(tables, key=lambda t: t.name)))
+        raise SaveTextError(f"table {_word(table)} has no COMMIT: the text is cut short")
+    return Ruleset(family, tuple(tables[name] for name in sorted(tables)))
+
+
+def _table(line: str, *, open_table: str | None, known: Container[str]) -> str:
+    """Return the name of the table that begins here."""
+    name = line[1:].strip()
+    if open_table is not None:
+        raise SaveTextError(f"table {_word(open_table)} has no COMMIT")
+    if name in known:
+        raise SaveTextError(f"table {_word(name)} is there twice")
+    return name
+
+
+def _word(text: str) -> str:
+    """Return a word of the text as a sentence can hold it."""
+    return text if len(text) < 100 and text.isprintable() else shown(text)
 
 
 def incompatible(text: str) -> tuple[str, ...]:
@@ -146,7 +165,7 @@ class _RuleReader:
         elif word.startswith("-") and len(word) > 1:
             self._option(word, negated)
         else:
-            raise SaveTextError(f"{word!r} belongs to no option")
+            raise SaveTextError(f"{shown(word)} belongs to no option")
 
     def _option(self, word: str, negated: bool) -> None:
         option = Option(word, tuple(self._values()), negated)
@@ -159,7 +178,7 @@ class _RuleReader:
         elif self._matches and self._matches[-1][0] != BASIC:
             self._matches[-1][1].append(option)
         else:
-            raise SaveTextError(f"option {word} belongs to no match")
+            raise SaveTextError(f"option {_word(word)} belongs to no match")
 
     def _next(self) -> str:
         if self._at >= len(self._words):

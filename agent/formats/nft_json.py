@@ -8,8 +8,10 @@ The JSON may come from nft 1.0.6 or a newer one, with symbols or (flags NUMERIC_
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from agent.formats.nft_rule_json import FAMILY_SPELLINGS, conditions, foreign
 from agent.formats.nft_shape import (
@@ -28,12 +30,14 @@ from agent.model.ruleset import (
     Rule,
     Ruleset,
     Rulesets,
+    Table,
     Target,
     match,
     ruleset_of,
     sort_chains,
 )
 from agent.model.state import BaseChain
+from agent.model.values import shown
 
 Json = Mapping[str, object]
 
@@ -44,6 +48,24 @@ class NftJsonError(ValueError):
     """The document is not what libnftables prints."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _bounded(read: Callable[P, R]) -> Callable[P, R]:
+    """Make an error of this module of what is nested so deeply that Python gives up."""
+
+    @wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return read(*args, **kwargs)
+        except RecursionError:
+            raise NftJsonError("not a listing of nftables: it is nested too deeply") from None
+
+    return reading
+
+
+@_bounded
 def base_chains(document: object) -> list[BaseChain]:
     """Return every base chain in a listing, by hook and in the order in which packets meet them.
 
@@ -85,6 +107,7 @@ def _untracks(expressions: object) -> bool:
     return not any(f'"protocol": "{name}"' in json.dumps(expressions) for name in ("udp", "icmp"))
 
 
+@_bounded
 def parse_table(document: object, name: str) -> Rulesets | None:
     """Return what `table inet NAME` holds in a listing of it or of everything; None without it.
 
@@ -111,12 +134,18 @@ def _items(document: object) -> Iterator[tuple[str, Json]]:
         raise NftJsonError("not a listing of nftables: there is no array 'nftables'")
     for entry in listing:
         if not isinstance(entry, dict):
-            raise NftJsonError(f"not a listing of nftables: {str(entry)[:80]!r} is no object")
+            raise NftJsonError(f"not a listing of nftables: {_kind(entry)} is no object")
         for kind, item in entry.items():
             if isinstance(item, dict):
                 yield kind, item
             elif kind != "metainfo":
-                raise NftJsonError(f"not a listing of nftables: {kind} is {str(item)[:80]!r}")
+                name = shown(kind)
+                raise NftJsonError(f"not a listing of nftables: {name} is {_kind(item)}")
+
+
+def _kind(value: object) -> str:
+    """Return what a value is; itself, too, where it is simple."""
+    return shown(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def _text(item: Json, key: str) -> str:
@@ -294,8 +323,8 @@ def _dispatch(family: Family, table: str, item: Json) -> Rule | None:
         return None
     head = expressions[0]
     left = {"meta": {"key": "nfproto"}}
-    for shown in FAMILY_SPELLINGS[family]:
-        if head == {"match": {"op": "==", "left": left, "right": shown}}:
+    for spelling in FAMILY_SPELLINGS[family]:
+        if head == {"match": {"op": "==", "left": left, "right": spelling}}:
             return _rule(family, table, {"expr": expressions[1:]})
     return None
 
@@ -303,17 +332,21 @@ def _dispatch(family: Family, table: str, item: Json) -> Rule | None:
 def _assemble(
     chains: Mapping[Place, Chain], strange: Mapping[str, tuple[Rule, ...]]
 ) -> dict[Family, Ruleset]:
-    rulesets: dict[Family, Ruleset] = {}
+    laid_out: dict[Family, dict[str, list[Chain]]] = {}
     for (family, table, _), chain in chains.items():
-        ruleset = rulesets.get(family, Ruleset(family))
-        known = ruleset.table(table)
-        together = [*(known.chains if known else ()), chain]
-        rulesets[family] = ruleset.with_chains(table, sort_chains(table, together))
+        laid_out.setdefault(family, {}).setdefault(table, []).append(chain)
     if strange:
-        family = next((f for f in Family if f in rulesets), Family.IPV4)
-        odd = ruleset_of(family, {FOREIGN_TABLE: strange}).tables[0].chains
-        ruleset = rulesets.get(family, Ruleset(family))
-        known = ruleset.table(FOREIGN_TABLE)
-        together = [*(known.chains if known else ()), *odd]
-        rulesets[family] = ruleset.with_chains(FOREIGN_TABLE, together)
-    return {family: rulesets[family] for family in Family if family in rulesets}
+        first = next((family for family in Family if family in laid_out), Family.IPV4)
+        odd = ruleset_of(first, {FOREIGN_TABLE: strange}).tables[0].chains
+        laid_out.setdefault(first, {}).setdefault(FOREIGN_TABLE, []).extend(odd)
+    return {
+        family: Ruleset(
+            family,
+            tuple(
+                Table(name, sort_chains(name, laid_out[family][name]))
+                for name in sorted(laid_out[family])
+            ),
+        )
+        for family in Family
+        if family in laid_out
+    }

@@ -52,7 +52,10 @@ class Scalar(Node):
 
 @dataclass(slots=True, eq=False)
 class Sequence(Node):
+    """A list; `named`, once it is asked for, has the last item of each `name`."""
+
     items: list[Node] = field(default_factory=list)
+    named: dict[str, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -290,9 +293,10 @@ def located(root: Node, place: Place, *, key: bool = False) -> tuple[Place, int]
 def _index(node: Sequence, step: str | int) -> int | None:
     if isinstance(step, int):
         return step if step < len(node.items) else None
-    for at in range(len(node.items) - 1, -1, -1):
-        item = node.items[at]
-        entry = item.entries.get("name") if isinstance(item, Table) else None
-        if entry is not None and isinstance(entry.value, Scalar) and entry.value.text == step:
-            return at
-    return None
+    if node.named is None:
+        node.named = {}
+        for at, item in enumerate(node.items):
+            entry = item.entries.get("name") if isinstance(item, Table) else None
+            if entry is not None and isinstance(entry.value, Scalar):
+                node.named[entry.value.text] = at
+    return node.named.get(step)

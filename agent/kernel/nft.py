@@ -103,5 +103,5 @@ def _objects(text: str) -> list[dict[str, Any]]:
     try:
         document = json.loads(text) if text.strip() else {"nftables": []}
         return list(document["nftables"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StateUnreadable(f"nft printed no JSON: {text[:200]!r}") from error

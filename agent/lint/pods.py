@@ -88,10 +88,15 @@ def _init_containers(pod: Pod, containers: Entries, settings: Settings) -> Itera
     outbound = settings.outbound_ip_ranges_include or settings.outbound_ports_include
     if native_sidecar(pod) or not outbound:
         return
-    before = _before_the_proxy(pod)
+    before = {one.name for one in _before_the_proxy(pod)}
     for container, entry in containers:
         exempt = any(pod.user_of(container) in span for span in settings.proxy_uid)
-        if container not in before or exempt or not _NETWORK.search(_command(entry)):
+        if (
+            not container.init
+            or container.name not in before
+            or exempt
+            or not _NETWORK.search(_command(entry))
+        ):
             continue
         kind = "native sidecar" if container.native_sidecar else "init container"
         yield Note(

@@ -25,6 +25,7 @@ from agent.model.settings import dump, parse
 
 # Pods that are captured, or would be if they were described rightly.
 _CAPTURED = frozenset({Reason.INJECTED, Reason.INVALID_ANNOTATIONS, Reason.RUNTIME_CLASS})
+MAX_ANNOTATIONS = 256 * 1024  # bytes of names and values together (TotalAnnotationSizeLimitB)
 NO_POD = "no-pod"
 INVALID = "invalid-manifest"
 CONFIG = "proxy.istio.io/config"
@@ -145,6 +146,10 @@ class _Check:
     def _of_pod(self, at: Place) -> Verdict:
         document = pods.pod_of(self._manifest.content) or {}
         pod, unreadable = kube.pod_and_mistakes(document)
+        oversize = _oversize(pod)
+        if oversize:
+            unreadable = (*unreadable, oversize)
+            pod = replace(pod, annotations={})
         self._add(Severity.ERROR, unreadable, at)
         found = self._decide(self._identified(pod))
         self._add(Severity.ERROR, found.mistakes, at)
@@ -173,6 +178,21 @@ class _Check:
         mistakes = tuple(note for note in mistakes if note.at not in none)  # a mode, if no capture
         decision = foresee(pod, self._namespace, self._policy, _variables(pod))
         return _Found(pod, mistakes, decision)
+
+
+def _oversize(pod: Pod) -> Note | None:
+    """Kubernetes has a limit, and what is beyond it need not be looked at."""
+    size = sum(
+        len(f"{name}{text}".encode(errors="replace")) for name, text in _annotations(pod).items()
+    )
+    if size <= MAX_ANNOTATIONS:
+        return None
+    message = f"the annotations have {size} bytes together, and at most {MAX_ANNOTATIONS} may be"
+    return Note(message=message, at=("metadata", "annotations"))
+
+
+def _annotations(pod: Pod) -> Mapping[str, str]:
+    return pod.annotations or {}
 
 
 def _variables(pod: Pod) -> dict[str, str]:
@@ -204,7 +224,7 @@ def _warnings(found: _Found, spec: Mapping[str, Any]) -> Iterator[Note]:
 def _without_mistakes(found: _Found) -> tuple[Pod, Mapping[str, object] | None]:
     """Return a pod without the annotations that are wrong, and its settings if they are right."""
     wrong = {note.at for note in found.mistakes}
-    written = (found.pod.annotations or {}).items()
+    written = _annotations(found.pod).items()
     right = {name: value for name, value in written if names.annotation_at(name) not in wrong}
     pod = replace(found.pod, annotations=right)
     raw = names.raw_settings(pod)
@@ -218,7 +238,7 @@ def _without_effect(pod: Pod, decision: Decision) -> Iterator[Note]:
         yield Note(message=message, at=("spec", "hostNetwork"))
     if decision.reason is Reason.MODE_NONE:
         return
-    for name in pod.annotations or {}:
+    for name in _annotations(pod):
         if name in names.ANNOTATIONS or name in (names.REROUTE, names.KUBEVIRT):
             message = f"annotation {name} has no effect, for the pod is not captured"
             yield Note(message=message, hint=decision.text, at=names.annotation_at(name), key=True)

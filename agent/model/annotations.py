@@ -222,8 +222,12 @@ def _without(include: object, exclude: str) -> object:
 def covered(spans: Iterable[Span]) -> bytearray:
     """Return a map with a 1 for every port in the list: a pod may list each of them, and twice."""
     found = bytearray(MAX_PORT + 1)
-    for span in spans:
-        found[span.first : span.last + 1] = b"\x01" * (span.last + 1 - span.first)
+    done = -1  # what is behind this port is not looked at yet
+    for span in sorted(set(spans)):
+        first = max(span.first, done + 1)
+        if first <= span.last:
+            found[first : span.last + 1] = b"\x01" * (span.last + 1 - first)
+            done = span.last
     return found
 
 

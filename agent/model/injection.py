@@ -65,11 +65,12 @@ def _injected(pod: Pod, variables: Mapping[str, str]) -> Pod:
     if GRPC_AGENT in templates:
         env[names.DISABLE_ENVOY] = "true"
     native = pod.annotation(NATIVE) in TRUE_WORDS
-    own = pod.proxy or Container(name=PROXY, init=native, restart_policy="Always" if native else "")
+    written = pod.proxy
+    own = written or Container(name=PROXY, init=native, restart_policy="Always" if native else "")
     proxy = replace(
         own, args=own.args or ("proxy", "router" if gateway else SIDECAR), env={**env, **own.env}
     )
-    others = tuple(one for one in pod.containers or () if one is not pod.proxy)
+    others = tuple(one for one in pod.containers or () if one is not written)
     return replace(
         pod,
         annotations={**(pod.annotations or {}), names.STATUS: ""},

@@ -167,7 +167,7 @@ def _inbound(pod: Pod, settings: Settings) -> Iterator[Note]:
         return
     listed = names.listed_ports(include)
     excluded = names.covered(settings.inbound_ports_exclude)
-    both = [span for span in listed if any(excluded[span.first : span.last + 1])]
+    both = [span for span in listed if _touches(excluded, span)]
     if both:
         yield _at(
             names.INCLUDE_INBOUND,
@@ -177,7 +177,7 @@ def _inbound(pod: Pod, settings: Settings) -> Iterator[Note]:
     idle = [
         hole
         for hole in names.listed_ports(written.get(names.EXCLUDE_INBOUND, ""))
-        if not any(included[hole.first : hole.last + 1])
+        if not _touches(included, hole)
     ]
     if idle:
         yield _at(
@@ -194,11 +194,7 @@ def _outbound(pod: Pod, settings: Settings) -> Iterator[Note]:
         if (pod.annotation(name) or "").strip(" ,") and not anything:
             yield _at(name, f"annotation {name} has no effect: no outbound traffic is captured")
     excluded = names.covered(settings.outbound_ports_exclude)
-    both = [
-        span
-        for span in settings.outbound_ports_include
-        if any(excluded[span.first : span.last + 1])
-    ]
+    both = [span for span in settings.outbound_ports_include if _touches(excluded, span)]
     if both:
         yield _at(
             names.INCLUDE_OUTBOUND,
@@ -213,6 +209,10 @@ def _outbound(pod: Pod, settings: Settings) -> Iterator[Note]:
 
 def _at(name: str, message: str) -> Note:
     return Note(message=message, at=names.annotation_at(name))
+
+
+def _touches(covered: bytearray, span: Span) -> bool:
+    return covered.find(1, span.first, span.last + 1) >= 0
 
 
 def _ports(spans: list[Span]) -> str:
