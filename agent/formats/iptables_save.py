@@ -51,6 +51,8 @@ def parse(text: str, family: Family) -> Ruleset:
     that was not declared, for a table or chain that was declared before, and for a table that the
     tool could not print ("is incompatible").
     """
+    if _QUOTED in text:
+        raise SaveTextError("there is a NUL character in it")
     tables: dict[str, Table] = {}
     chains: dict[str, tuple[str | None, list[Rule]]] = {}
     table: str | None = None
@@ -129,7 +131,7 @@ def parse_rule(line: str) -> tuple[str, Rule]:
     if len(words) < 2 or words[0] not in ("-A", "--append"):
         raise SaveTextError("not a rule")
     reader = _RuleReader(words[2:])
-    return words[1], reader.read()
+    return words[1].removeprefix(_QUOTED), reader.read()
 
 
 class _RuleReader:
@@ -155,20 +157,28 @@ class _RuleReader:
         return Rule(matches, Target(name, tuple(options), goto))
 
     def _take(self, word: str, negated: bool) -> None:
+        if negated and word in ("-m", "-j", "-g", "-c"):
+            raise SaveTextError(f"{word} cannot be negated")
         if word == "-m":
-            self._matches.append((self._next(), []))
+            self._matches.append((self._module(), []))
         elif word in ("-j", "-g"):
             self._target = (self._next(), word == "-g", [])
         elif word == "-c":  # counters in the middle of a rule, as iptables -S -v has them
             self._next()
             self._next()
-        elif word.startswith("-") and len(word) > 1:
+        elif word.startswith("-") and SAFE_WORD.fullmatch(word, 1):
             self._option(word, negated)
         else:
             raise SaveTextError(f"{shown(word)} belongs to no option")
 
+    def _module(self) -> str:
+        name = self._next()
+        if name == BASIC:
+            raise SaveTextError("-m has no name behind it")
+        return name
+
     def _option(self, word: str, negated: bool) -> None:
-        option = Option(word, tuple(self._values()), negated)
+        option = Option(word, tuple(self._values(word)), negated)
         if self._target is not None:
             self._target[2].append(option)
         elif word in BASIC_OPTIONS:
@@ -184,22 +194,25 @@ class _RuleReader:
         if self._at >= len(self._words):
             raise SaveTextError("the rule ends too early")
         self._at += 1
-        return self._words[self._at - 1]
+        return self._words[self._at - 1].removeprefix(_QUOTED)
 
-    def _values(self) -> Iterator[str]:
+    def _values(self, option: str) -> Iterator[str]:
+        if option in FREE_TEXT and self._at < len(self._words):
+            yield self._next()  # one always follows, and the tools do not quote all that look odd
         while self._at < len(self._words):
             word = self._words[self._at]
             follower = self._words[self._at + 1] if self._at + 1 < len(self._words) else ""
             if word == "!" and follower.startswith("-"):
                 return
-            if word.startswith("-") and len(word) > 1 and not _negative_number(word):
+            if _looks_like_option(word):
                 return
             self._at += 1
             yield word.removeprefix(_QUOTED)
 
 
-def _negative_number(word: str) -> bool:
-    return word[1:].isdigit()
+def _looks_like_option(word: str) -> bool:
+    negative_number = word[1:].isdigit()
+    return word.startswith("-") and len(word) > 1 and not negative_number
 
 
 # Marks a word that was quoted, so that a comment "-j" is not taken for the option.
@@ -235,19 +248,28 @@ def _words(line: str) -> Iterator[str]:
 
 
 def quote(word: str, option: str = "") -> str:
-    """Quote a word where iptables-save does."""
+    """Quote a word where iptables-save does, and where nobody could tell it from an option."""
+    if option not in FREE_TEXT and _looks_like_option(word):
+        return f'"{_escaped(word)}"'
     safe = SAFE_TEXT if option in FREE_TEXT else SAFE_WORD
     if safe.fullmatch(word):
         return word
-    escaped = re.sub(r"([\"'\\])", r"\\\1", word)
-    return f'"{escaped}"'
+    return f'"{_escaped(word)}"'
+
+
+def _escaped(word: str) -> str:
+    return re.sub(r"([\"'\\])", r"\\\1", word)
 
 
 def _option_words(option: Option) -> Iterator[str]:
     if option.negated:
         yield "!"
     yield option.name
-    yield from (quote(value, option.name) for value in option.values)
+    for index, value in enumerate(option.values, start=1):
+        if value == "!" and index == len(option.values):
+            yield '"!"'  # or it would negate the next option
+        else:
+            yield quote(value, option.name if index == 1 else "")
 
 
 def render_spec(rule: Rule) -> str:
@@ -255,11 +277,11 @@ def render_spec(rule: Rule) -> str:
     words: list[str] = []
     for match in rule.matches:
         if match.module != BASIC:
-            words += ("-m", match.module)
+            words += ("-m", quote(match.module))
         for option in match.options:
             words += _option_words(option)
     if rule.target is not None:
-        words += ("-g" if rule.target.goto else "-j", rule.target.name)
+        words += ("-g" if rule.target.goto else "-j", quote(rule.target.name))
         for option in rule.target.options:
             words += _option_words(option)
     return " ".join(words)

@@ -27,6 +27,7 @@ LINES = (
     "-A C -p udp -j CT --zone 2",
     '-A C -m comment --comment "kube-system/kube-dns:dns cluster IP" -j RETURN',
     "-A C -m comment --comment plain-words_1 -j RETURN",
+    "-A C -m comment --comment -j -j DROP",
     '-A C -m comment --comment "default/web:http" -j RETURN',
     "-A C -m cgroup --path /kubepods/pod1 -j RETURN",
     '-A C -j LOG --log-prefix "drop: " --log-level 4',
@@ -39,6 +40,29 @@ LINES = (
 @pytest.mark.parametrize("line", LINES)
 def test_line_comes_back_letter_for_letter(line: str) -> None:
     assert render_rule(*parse_rule(line)) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("*nat\n:A - [0:0]\n:A - [0:0]\nCOMMIT\n", "chain A is declared twice"),
+        ("*nat\nCOMMIT\n*nat\nCOMMIT\n", "table nat is there twice"),
+        ("*nat\n*raw\nCOMMIT\n", "table nat has no COMMIT"),
+        ("*nat\n:A -\n-A A ! -j DROP\nCOMMIT\n", "-j cannot be negated"),
+        ('*nat\n:A -\n-A A -m "" -j DROP\nCOMMIT\n', "no name"),
+        ("*nat\n:A -\n-A A -m x --a \0 -j DROP\nCOMMIT\n", "NUL"),
+    ],
+)
+def test_text_that_says_a_thing_twice_or_nothing_is_refused(text: str, word: str) -> None:
+    with pytest.raises(SaveTextError, match=word):
+        parse(text, Family.IPV4)
+
+
+def test_errors_are_short_however_long_the_line_is() -> None:
+    for line in ("x" * 100_000, f"-A {'c' * 100_000} -j X", f"-A A -j X -{'o' * 100_000}" + " x y"):
+        with pytest.raises(SaveTextError) as caught:
+            parse(f'*nat\n:A -\n{line} "\nCOMMIT\n', Family.IPV4)
+        assert len(str(caught.value)) < 500
 
 
 def test_parts_of_a_rule_are_told_apart() -> None:
