@@ -49,8 +49,18 @@ fmt: $(VENV)/installed ## format the code and mend what the linter can mend
 bench: $(VENV)/installed ## measure how long things take on this machine (root)
 	$(RUN) -m tests.bench
 
-fuzz: $(VENV)/installed ## run the property tests with many more examples than usual (minutes)
+# atheris is in no lock, for it has wheels for few versions of Python: it goes to a folder of its
+# own. The walk takes random rules and real packets, so without root it is skipped.
+FUZZ_SECONDS ?= 60
+FUZZ_PACKETS ?= 20000
+
+fuzz: $(VENV)/installed ## look for new bad inputs: hypothesis, packets (root) and atheris (half an hour)
 	$(RUN) -m pytest --hypothesis-profile=fuzz --timeout=0 tests/fuzz
+	INTERCEPT_WALK_SEED=$$(date +%s) INTERCEPT_WALK_PACKETS=$(FUZZ_PACKETS) \
+		$(RUN) -m pytest --timeout=0 tests/netns/test_walk_against_kernel.py
+	tools=$$(mktemp -d) && trap 'rm -rf "$$tools"' EXIT && \
+	$(RUN) -m pip install --quiet --only-binary :all: --target "$$tools" 'atheris==3.0.0' && \
+	PYTHONPATH="$$tools" $(RUN) -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 clean: ## remove .venv and everything else that was generated
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

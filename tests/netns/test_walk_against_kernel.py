@@ -16,19 +16,22 @@ import pytest
 from agent.explain.render import to_text
 from agent.explain.walk import Layer, walk
 from agent.formats.iptables_save import parse
-from agent.model.packet import Kind, Outcome, Packet, Trace
+from agent.model.packet import Hit, Kind, Outcome, Packet, Trace
 from agent.model.ruleset import Family
 from tests.support.netns import inside
 from tests.support.wire_lab import CLIENT, HOST, PORTS, USERS, Lab, Shot, lab
-from tests.support.wire_rules import ADDRESSES, MARKS, OWN_SOURCES, Rules
+from tests.support.wire_rules import ADDRESSES, DEPTH, MARKS, OWN_SOURCES, Rules
 
 # Read when the module is imported: the tests themselves run without the caller's settings.
-PACKETS = int(os.environ.get("INTERCEPT_WALK_PACKETS", "300"))
+PACKETS = int(os.environ.get("INTERCEPT_WALK_PACKETS", "2000"))
 SEED = int(os.environ.get("INTERCEPT_WALK_SEED", "1"))
 PER_RULESET = 25
 
 NFT, LEGACY = "iptables-nft", "iptables-legacy"
 TOOL = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
+
+# Targets that some packet must have met, or that much was not compared.
+USED = frozenset({"ACCEPT", "CONNMARK", "DNAT", "DROP", "MARK", "REDIRECT", "RETURN", "TPROXY"})
 
 Place = tuple[str, int] | None
 
@@ -161,6 +164,11 @@ def test_walk_says_who_receives_each_packet(flavours: tuple[str, ...]) -> None:
     # Else the rules are so tame or so harsh that the comparison shows nothing.
     assert min(kinds[kind] for kind in (Kind.REDIRECT, Kind.DROP, Kind.PASS)) >= PACKETS // 60
     assert kinds[Kind.MAYBE] <= PACKETS // 15
+    assert {case.trace.packet.family for case in cases} == set(Family)
+    assert {case.trace.inbound for case in cases} == {True, False}
+    hits = [step for case in cases for step in case.trace.steps if step.hit is Hit.YES]
+    assert {step.text.split(" -j ")[-1].split()[0] for step in hits if " -j " in step.text} >= USED
+    assert any(step.chain.endswith(f"D{DEPTH}") for step in hits)
 
 
 @pytest.mark.netns
