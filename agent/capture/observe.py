@@ -13,9 +13,11 @@ from agent.backends import registry
 from agent.backends.nftables import TABLE
 from agent.backends.session import Session
 from agent.formats import nft_json
+from agent.formats.nft_native import native_hooks
 from agent.kernel import nft, routing
 from agent.model import owned
 from agent.model.errors import EnvironmentLacks, StateUnreadable
+from agent.model.native import NativeHook
 from agent.model.ruleset import Rulesets
 from agent.model.state import GUARD, BaseChain, NamespaceState
 from agent.model.wanted import captures
@@ -31,6 +33,7 @@ class _Filters:
     loaded: Mapping[str, Rulesets]
     base_chains: tuple[BaseChain, ...]
     unreadable: tuple[str, ...]
+    native: tuple[NativeHook, ...]
 
 
 _seen: OrderedDict[bytes, _Filters] = OrderedDict()
@@ -54,6 +57,7 @@ def observe(session: Session) -> NamespaceState:
         routes=routes,
         base_chains=filters.base_chains,
         unreadable=filters.unreadable,
+        native=filters.native,
     )
 
 
@@ -119,8 +123,10 @@ def _read(session: Session) -> _Filters:
             continue
         if found:
             loaded[name] = found
+    document = {"nftables": session.nft_ruleset()}
     try:
-        chains = nft_json.base_chains({"nftables": session.nft_ruleset()})
+        chains = nft_json.base_chains(document)
+        native = native_hooks(document, frozenset({TABLE, registry.GUARD_TABLE}))
     except nft_json.NftJsonError as error:
         raise StateUnreadable(f"cannot list nf_tables: {error}") from error
-    return _Filters(loaded, tuple(chains), tuple(unreadable))
+    return _Filters(loaded, tuple(chains), tuple(unreadable), native)

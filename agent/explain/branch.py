@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from agent.model.native import NativeHook
 from agent.model.packet import Packet, Step
 from agent.model.ruleset import Chain, Rule, Ruleset
+from agent.model.state import NFTABLES
 
 CONNTRACK = "conntrack"
 
@@ -45,9 +47,21 @@ class Visit:
     table: str
     backend: str = ""
     chains: Mapping[str, Chain] = field(default_factory=dict)
+    native: NativeHook | None = None
+
+    @property
+    def kind(self) -> str:
+        """The table of iptables that works like it: only nat translates, only mangle reroutes."""
+        return self.native.kind if self.native else self.table
+
+    def entry(self, hook: str) -> str:
+        """Return the chain at which it begins."""
+        return self.native.entry if self.native else hook
 
 
-def visits(layers: Sequence[Layer]) -> dict[str, tuple[Visit, ...]]:
+def visits(
+    layers: Sequence[Layer], native: Sequence[NativeHook] = ()
+) -> dict[str, tuple[Visit, ...]]:
     """Return for each hook what a packet visits there, in order."""
     tables = [
         Visit(table.name, layer.backend, {chain.name: chain for chain in table.chains})
@@ -55,15 +69,19 @@ def visits(layers: Sequence[Layer]) -> dict[str, tuple[Visit, ...]]:
         for table in layer.ruleset.tables
     ]
     tables.append(Visit(CONNTRACK))
+    others = [Visit(one.table, NFTABLES, one.chains, one) for one in native]
     found = {}
     for hook, names in HOOKS.items():
         here = [t for t in tables if t.table in names and (hook in t.chains or not t.backend)]
+        here += [visit for visit in others if visit.native and visit.native.hook == hook]
         # Sorting keeps the order of layers where priorities are equal.
         found[hook] = tuple(sorted(here, key=lambda visit: _priority(visit, hook)))
     return found
 
 
 def _priority(visit: Visit, hook: str) -> int:
+    if visit.native is not None:
+        return visit.native.priority
     if visit.table == "nat":
         first = -1 if visit.backend == "nftables" else 0  # ours is there to be asked first
         return (-100 if hook in DESTINATION_HOOKS else 100) + first

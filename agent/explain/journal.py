@@ -49,7 +49,7 @@ class Journal:
             family=self._family,
             backend=visit.backend,
             table=visit.table,
-            chain=branch.hook if visit.table else "",
+            chain=visit.entry(branch.hook) if visit.table else "",
             text=text,
             why=why,
             branch=branch.number,

@@ -13,15 +13,16 @@ from agent.model.state import GUARD, NFTABLES, NamespaceState
 
 def trace(state: NamespaceState, host: Host, packet: Packet, *, inbound: bool) -> Trace:
     """Return the walk of a packet through every loaded set of rules. Pure."""
-    return walk(layers(state), packet, host, inbound=inbound)
+    return walk(layers(state), packet, host, inbound=inbound, native=state.native)
 
 
 def not_walked(state: NamespaceState) -> tuple[str, ...]:
     """Return sentences about loaded rules that the walk leaves out: a verdict holds without them.
 
-    Rules that others wrote for nf_tables itself are in no table of iptables and not in ours.
+    They stand at hooks that it does not know (ingress), or in tables that it cannot take apart.
     """
     ours = {TABLE, registry.GUARD_TABLE}
+    walked = {(hook.table, hook.entry) for hook in state.native}
     native = (
         f"nftables {base.family} table {base.table}, chain {base.name} ({base.hook}, priority "
         f"{base.priority}, policy {base.policy}) was not walked: {base.rules} rules"
@@ -30,6 +31,7 @@ def not_walked(state: NamespaceState) -> tuple[str, ...]:
         and (base.rules or base.policy != "accept")
         and not (base.family == "inet" and base.table in ours)
         and not base.is_xtables
+        and (f"{base.family} {base.table}", base.name) not in walked
     )
     return (*state.unreadable, *native)
 

@@ -10,7 +10,7 @@ same packet are followed once. Branches, and rules looked at, are bounded; a wal
 bound says `maybe` and why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from agent.explain.branch import (
@@ -26,6 +26,7 @@ from agent.explain.conditions import Judgement, judge
 from agent.explain.effects import Effect, Ends, Place, effect, is_passive
 from agent.explain.journal import Journal, reason
 from agent.model.host import LOOPBACK, LOOPBACK_NETWORKS, Host, loopback
+from agent.model.native import NativeHook
 from agent.model.packet import Hit, Kind, Packet, Step, Trace, Tracking
 from agent.model.ruleset import Rule, Target
 
@@ -35,17 +36,26 @@ MAX_BRANCHES = 64
 MAX_RULES = 250_000
 
 
-def walk(layers: Sequence[Layer], packet: Packet, host: Host, *, inbound: bool = False) -> Trace:
+def walk(
+    layers: Sequence[Layer],
+    packet: Packet,
+    host: Host,
+    *,
+    inbound: bool = False,
+    native: Sequence[NativeHook] = (),
+) -> Trace:
     """Return what the rules in `layers` do to `packet` on its whole way to a socket or out.
 
     An outbound packet is made by a local process; source and interface are taken from the routes of
     `host` where they are not given. An inbound one arrives on its interface, by default that of the
-    route to its source. Layers of another family than the packet's are left out. Never raises.
+    route to its source. Layers of another family than the packet's are left out; so are the chains
+    in `native`, which others hooked into nf_tables. Never raises.
     """
     start = _inbound(packet, host) if inbound else _outbound(packet, host)
     fitting = [layer for layer in layers if layer.ruleset.family is packet.family]
     journal = Journal(packet.family)
-    _Walk(fitting, host, journal).run(start, "PREROUTING" if inbound else "OUTPUT")
+    others = [one for one in native if one.family is packet.family]
+    _Walk(visits(fitting, others), host, journal).run(start, "PREROUTING" if inbound else "OUTPUT")
     return Trace(
         packet=start,
         inbound=inbound,
@@ -76,10 +86,10 @@ def _inbound(packet: Packet, host: Host) -> Packet:
 class _Walk:
     """Follows branches until none is left. Each `_step` method says whether its branch goes on."""
 
-    def __init__(self, layers: Sequence[Layer], host: Host, journal: Journal) -> None:
+    def __init__(self, way: Mapping[str, tuple[Visit, ...]], host: Host, journal: Journal) -> None:
         self._host = host
         self._journal = journal
-        self._visits = visits(layers)
+        self._visits = way
         self._pending: list[Branch] = []
         self._seen: set[tuple[object, ...]] = set()
         self._branches = 1
@@ -122,8 +132,8 @@ class _Walk:
         if visit.table == CONNTRACK:
             if branch.packet.tracking in (Tracking.UNSEEN, Tracking.TEMPLATE):
                 branch.packet = replace(branch.packet, tracking=Tracking.TRACKED)
-        elif visit.table != "nat" or self._translates(branch):
-            branch.enter(branch.hook)
+        elif visit.kind != "nat" or self._translates(branch):
+            branch.enter(visit.entry(branch.hook))
         return True
 
     def _translates(self, branch: Branch) -> bool:
@@ -190,7 +200,7 @@ class _Walk:
 
     def _leave_table(self, branch: Branch) -> bool:
         """Go on behind a table whose rules let the packet through."""
-        before, packet, table = branch.entered_with, branch.packet, self._visit(branch).table
+        before, packet, table = branch.entered_with, branch.packet, self._visit(branch).kind
         branch.chain, branch.callers, branch.path, branch.entered_with = "", (), (), None
         if before is None or branch.hook != "OUTPUT":
             return True
@@ -272,7 +282,7 @@ class _Walk:
             step = self._note(branch, rule, Hit.YES, f"{prefix}returns to {where}")
             self._exempts(branch, step, accepted=False)
             return self._return(branch)
-        done = effect(target, branch.packet, Place(branch.hook, visit.table, self._host))
+        done = effect(target, branch.packet, Place(branch.hook, visit.kind, self._host))
         branch.packet = done.packet
         step = self._note(branch, rule, Hit.YES, prefix + done.why)
         if done.ends is Ends.GOES_ON:
@@ -299,7 +309,7 @@ class _Walk:
 
     def _exempts(self, branch: Branch, step: Step, *, accepted: bool) -> None:
         """Remember the rule that lets a packet past the redirection; an ACCEPT outweighs RETURN."""
-        at_nat = step.table == "nat" and branch.hook in DESTINATION_HOOKS
+        at_nat = self._visit(branch).kind == "nat" and branch.hook in DESTINATION_HOOKS
         if at_nat and not branch.redirected and (accepted or not branch.exempt):
             branch.exempt, branch.decided_by = branch.exempt or accepted, step
         elif step.table == "mangle" and step.setting and branch.hook == "PREROUTING":
@@ -308,7 +318,8 @@ class _Walk:
     def _jump(self, branch: Branch, rule: Rule, target: Target, prefix: str) -> bool:
         verb = "goes on in" if target.goto else "jumps to"
         step = self._note(branch, rule, Hit.YES, f"{prefix}{verb} {target.name}")
-        if target.name == branch.hook or any(e.chain == target.name for e in branch.path):
+        entry = self._visit(branch).entry(branch.hook)
+        if target.name == entry or any(e.chain == target.name for e in branch.path):
             why = f"{target.name} leads back to itself, which the kernel does not load"
             self._journal.end(branch, Kind.MAYBE, why, by=step)
             return False
@@ -320,7 +331,7 @@ class _Walk:
         if branch.back():
             return True
         visit = self._visit(branch)
-        chain = visit.chains[branch.hook]
+        chain = visit.chains[visit.entry(branch.hook)]
         policy = chain.policy or "ACCEPT"
         if policy == "ACCEPT":
             if chain.rules:

@@ -74,7 +74,7 @@ def base_chains(document: object) -> list[BaseChain]:
     rules: dict[tuple[str, str, str], int] = {}
     untracking = set()
     found = []
-    for kind, item in _items(document):
+    for kind, item in items(document):
         if kind == "rule":
             place = (_text(item, "family"), _text(item, "table"), _text(item, "chain"))
             rules[place] = rules.get(place, 0) + 1
@@ -117,7 +117,7 @@ def parse_table(document: object, name: str) -> Rulesets | None:
     """
     contents = _Contents()
     exists = False
-    for kind, item in _items(document):
+    for kind, item in items(document):
         if item.get("family") != "inet":
             continue
         if kind == "table" and item.get("name") == name:
@@ -128,7 +128,7 @@ def parse_table(document: object, name: str) -> Rulesets | None:
     return contents.rulesets() if exists else None
 
 
-def _items(document: object) -> Iterator[tuple[str, Json]]:
+def items(document: object) -> Iterator[tuple[str, Json]]:
     listing = document.get("nftables") if isinstance(document, dict) else None
     if not isinstance(listing, list):
         raise NftJsonError("not a listing of nftables: there is no array 'nftables'")

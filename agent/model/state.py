@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from agent.model.native import NativeHook
 from agent.model.plan import Route
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
 
@@ -47,13 +48,15 @@ class NamespaceState:
 
     `loaded` has, by backend, every table of the iptables flavours (foreign rules included) and of
     nftables only our own table. `routes` has each policy rule as often as it is there: the kernel
-    takes any number of copies. `base_chains` and `unreadable` are for reports only.
+    takes any number of copies. `base_chains` and `unreadable` are for reports only, `native` (the
+    nftables tables of others) for packet walks.
     """
 
     loaded: Mapping[str, Rulesets] = field(default_factory=dict)
     routes: tuple[Route, ...] = ()
     base_chains: tuple[BaseChain, ...] = field(default=(), compare=False)
     unreadable: tuple[str, ...] = field(default=(), compare=False)
+    native: tuple[NativeHook, ...] = field(default=(), compare=False)
 
     def of(self, backend: str) -> Rulesets:
         return self.loaded.get(backend, {})

@@ -17,6 +17,33 @@ JUMP = [
     {"match": {"op": "==", "left": {"meta": {"key": "nfproto"}}, "right": "ipv4"}},
     {"jump": {"target": "v4-nat-OUTPUT"}},
 ]
+FOREIGN = {"family": "ip", "table": "fw", "chain": "out", "handle": 3}
+SERVICE = {"concat": ["10.96.0.1", "udp", 53]}
+KEY = {"concat": [{"payload": {"protocol": "ip", "field": "daddr"}}, {"meta": {"key": "l4proto"}}]}
+KEY["concat"].append({"payload": {"protocol": "th", "field": "dport"}})
+SPREAD = {"numgen": {"mode": "random", "mod": 2, "offset": 0}}
+CHOICE = {"key": SPREAD, "data": {"set": [[0, {"goto": {"target": "a"}}], [1, {"drop": None}]]}}
+FOREIGN_LISTING = {
+    "nftables": [
+        {"table": {"family": "ip", "name": "fw", "handle": 1}},
+        {"chain": {"family": "ip", "table": "fw", "name": "out", "handle": 1, **BASE}},
+        {"chain": {"family": "ip", "table": "fw", "name": "a", "handle": 2}},
+        {"map": {"family": "ip", "name": "m", "table": "fw", "type": "ipv4_addr", "map": "verdict",
+                 "elem": [[SERVICE, {"goto": {"target": "a"}}]]}},
+        {"set": {"family": "ip", "name": "s", "table": "fw", "type": "ipv4_addr",
+                 "flags": ["interval"], "elem": [{"prefix": {"addr": "8.0.0.0", "len": 8}}]}},
+        {"rule": {**FOREIGN, "expr": [{"match": {**PORT, "right": {"set": [53, 80]}}},
+                                      {"mangle": {"key": {"meta": {"key": "mark"}}, "value": 5}},
+                                      {"log": None}, {"accept": None}]}},
+        {"rule": {**FOREIGN, "expr": [{"vmap": {"key": KEY, "data": "@m"}}]}},
+        {"rule": {**FOREIGN, "expr": [{"vmap": CHOICE}]}},
+        {"rule": {**FOREIGN, "chain": "a", "expr": [
+            {"match": {"op": "!=", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
+                       "right": "@s"}},
+            {"limit": {"rate": 1, "per": "second"}},
+            {"dnat": {"addr": "10.0.0.1", "port": 8080}}]}},
+    ]
+}  # fmt: skip
 LISTING = {
     "nftables": [
         {"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
@@ -49,7 +76,7 @@ def seeds() -> Mapping[str, tuple[bytes, ...]]:
     namespace = "kind: Namespace\nmetadata: {name: shop, labels: {istio-injection: enabled}}\n---\n"
     return {
         "save": tuple(case["canonical_v4"].encode() for case in goldens),
-        "nft": (json.dumps(LISTING).encode(),),
+        "nft": (json.dumps(LISTING).encode(), json.dumps(FOREIGN_LISTING).encode()),
         "manifest": (
             (
                 namespace + template("CronJob", annotations=f"{{{names.INCLUDE_INBOUND}: 80}}")

@@ -4,18 +4,23 @@ A target takes bytes and returns nothing. It fails by any exception; the errors 
 allowed to answer with are taken here, and must be sentences of a bearable length.
 """
 
+import ipaddress
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
+from agent.explain.walk import walk
 from agent.formats import iptables_save, nft_json, nft_text
+from agent.formats.nft_native import native_hooks
 from agent.lint.validate import validate
 from agent.model import annotations as names
 from agent.model.decision import decide
 from agent.model.injection import foresee
+from agent.model.packet import Packet
 from agent.model.pod import PROXY, Container, Namespace, Pod, Policy, parsable
 from agent.model.ruleset import Family
 from agent.model.settings import parse
+from tests.support.walks import POD
 
 MAX_SENTENCE = 5000
 NAMES = sorted(names.KNOWN_NAMES)
@@ -54,11 +59,17 @@ def nft_listing(data: bytes) -> None:
     try:
         nft_json.base_chains(document)
         found = nft_json.parse_table(document, "t") or {}
+        native = native_hooks(document, frozenset())
     except nft_json.NftJsonError as error:
         sentence(str(error))
         return
     for ruleset in found.values():
         iptables_save.render(ruleset)
+    for destination in ("8.8.8.8", "::1"):
+        sent = Packet(
+            protocol="udp", destination=ipaddress.ip_address(destination), dport=53, uid=1
+        )
+        assert walk([], sent, POD, native=native).outcomes
 
 
 def manifest(data: bytes) -> None:

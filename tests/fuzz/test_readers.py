@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.seeds import LISTING, seeds
+from tests.fuzz.seeds import FOREIGN_LISTING, LISTING, seeds
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.test_walk_text import save_text
 
@@ -85,11 +85,12 @@ def _parts(value: object) -> list[object]:
     return found
 
 
-@given(st.lists(st.tuples(st.integers(0), st.integers(0), VALUES), min_size=1, max_size=4))
+@pytest.mark.parametrize("listing", [LISTING, FOREIGN_LISTING], ids=["ours", "foreign"])
+@given(changes=st.lists(st.tuples(st.integers(0), st.integers(0), VALUES), min_size=1, max_size=4))
 def test_listing_with_anything_in_any_place_is_read_or_refused(
-    changes: list[tuple[int, int, object]],
+    listing: object, changes: list[tuple[int, int, object]]
 ) -> None:
-    document = json.loads(json.dumps(LISTING))
+    document = json.loads(json.dumps(listing))
     for where, which, value in changes:
         parts = _parts(document)
         part = parts[where % len(parts)]

@@ -162,14 +162,21 @@ def test_untracked_packets_are_reported(netns: str, flavour: str) -> None:
     assert "takes packets past the capture" in sentence
 
 
-def test_a_trace_says_what_it_did_not_walk(netns: str) -> None:
-    script = (
-        "table inet theirs {\n chain i {\n type filter hook input priority 9; policy drop;\n }\n}\n"
-    )
+def test_a_trace_walks_the_tables_of_others_and_says_what_it_did_not_walk(netns: str) -> None:
+    script = """
+        table inet theirs {
+            chain i { type filter hook input priority 9; policy drop; }
+        }
+        table netdev others {
+            chain arriving { type filter hook ingress device "lo" priority 0; policy drop; }
+        }
+    """
     inside(netns, "nft", "-f", "-", stdin=script)
-    code, _, err = command("trace", "--netns", netns, "--uid", "1", "--to", "127.0.0.1:80")
+    code, out, err = command("trace", "--netns", netns, "--uid", "1", "--to", "127.0.0.1:80")
     assert code == 0
-    assert "table theirs, chain i (input, priority 9, policy drop) was not walked" in err
+    assert "is dropped by the policy DROP of inet theirs i" in out
+    assert "table others, chain arriving (ingress, priority 0, policy drop) was not walked" in err
+    assert "theirs" not in err
 
 
 @pytest.mark.parametrize(

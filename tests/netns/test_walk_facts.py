@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from agent.explain.walk import Layer, walk
+from agent.model.native import NativeHook
 from agent.model.packet import Kind, Packet
 from agent.model.ruleset import Family
 from tests.netns.test_walk_against_kernel import LEGACY, NFT, Case, load
@@ -50,7 +51,14 @@ class Runner:
         self.runs += 1
         return FIRST_PORT + (self.runs - 1) * PORTS_OF_A_RUN
 
-    def send(self, layers: Sequence[Layer], family: Family, sent: Sent, port: int) -> Result:
+    def send(
+        self,
+        layers: Sequence[Layer],
+        family: Family,
+        sent: Sent,
+        port: int,
+        native: Sequence[NativeHook] = (),
+    ) -> Result:
         self._sent += 1
         shot = Shot(
             nonce=f"f{self._sent}",
@@ -70,7 +78,7 @@ class Runner:
             gid=None if sent.uid is None else GIDS[sent.uid],
             mark=sent.mark,
         )
-        trace = walk(layers, packet, HOST, inbound=sent.uid is None)
+        trace = walk(layers, packet, HOST, inbound=sent.uid is None, native=native)
         return Result(sent, Case(shot=shot, trace=trace))
 
     def shoot(self, results: Sequence[Result]) -> None:
