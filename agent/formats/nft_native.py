@@ -104,7 +104,11 @@ def _flags(item: Mapping[str, Any]) -> frozenset[str]:
 
 def _hooks(table: _Table, family: Family) -> Iterator[NativeHook]:
     reader = RuleReader(family, table.chains, table.sets)
-    known = [base for base in table.hooked if base.hook in HOOKS and base.type in KINDS]
+    known = [
+        base
+        for base in table.hooked
+        if base.hook in HOOKS and base.type in KINDS and base.name in table.chains
+    ]
     made = (
         {name: reader.chain(name, table.rules.get(name, ())) for name in table.chains}
         if known

@@ -103,7 +103,7 @@ def _init_containers(pod: Pod, containers: Entries, settings: Settings) -> Itera
             message=f"{kind} {container.name} seems to use the network, and runs before the proxy "
             "does: with the gate closed its connections are refused",
             hint=f'make the proxy a native sidecar (annotation {names.SIDECAR}nativeSidecar: "true"'
-            ", ahead of it), or run the agent with the gate listener",
+            ", ahead of it), or run the agent with gate: listener",
             at=container.at,
         )
 

@@ -26,6 +26,9 @@ from tests.support.wire_rules import ADDRESSES, DEPTH, MARKS, OWN_SOURCES, Rules
 PACKETS = int(os.environ.get("INTERCEPT_WALK_PACKETS", "2000"))
 SEED = int(os.environ.get("INTERCEPT_WALK_SEED", "1"))
 PER_RULESET = 25
+# Packets of one laboratory: behind them source ports would be used again.
+PER_LAB = 800
+FIRST_PORT = 20100
 
 NFT, LEGACY = "iptables-nft", "iptables-legacy"
 TOOL = {Family.IPV4: "iptables", Family.IPV6: "ip6tables"}
@@ -89,8 +92,9 @@ class Shooter:
         own = OWN_SOURCES[family]
         # A client reaches no loopback address; what it sends beyond the pod is forwarded.
         targets = ADDRESSES[family] if user else (*own, *ADDRESSES[family][2:])
-        # A source port of its own for each packet: no two share a conntrack entry.
-        source_port = 20000 + self._count % 900 if self._random.random() < 0.2 else 0
+        # A source port of its own for each packet: no two share a conntrack entry, and none is one
+        # that somebody listens on (20080).
+        source_port = FIRST_PORT + self._count if self._random.random() < 0.2 else 0
         shot = Shot(
             nonce=f"n{self._count}",
             protocol=pick(("tcp", "tcp", "udp")),
@@ -141,6 +145,13 @@ def load(pod: str, backend: str, family: Family, text: str) -> Layer:
 def shoot(flavours: Sequence[str], seed: int, packets: int) -> list[Case]:
     """Send packets through a series of random rule sets in each of the flavours at once."""
     random = Random(seed)
+    cases: list[Case] = []
+    while len(cases) < packets:
+        cases += _in_one_lab(flavours, random, min(PER_LAB, packets - len(cases)))
+    return cases
+
+
+def _in_one_lab(flavours: Sequence[str], random: Random, packets: int) -> list[Case]:
     with lab() as found:
         shooter = Shooter(found, random)
         while len(shooter.cases) < packets:

@@ -23,7 +23,7 @@ from tests.support.wire_lab import CLIENT, HOST, WIRE, Lab, Shot, lab
 
 BACKENDS = (LEGACY, NFT)
 # Source ports of each run, so that no two packets share a connection.
-FIRST_PORT, PORTS_OF_A_RUN = 20_000, 1_000
+FIRST_PORT, PORTS_OF_A_RUN = 21_000, 1_000
 GIDS = {0: 0, 1000: 1000, 1337: 1337, 2000: 3000}
 
 
