@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 
-from agent.leftovers import catalogue, policy
+from agent.leftovers import policy
 from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
 from agent.leftovers.look import Seen, Unreadable
 from agent.leftovers.node import Node, sign_of_life
-from agent.leftovers.owner import Owner, Role
-from agent.model import owned
+from agent.model import catalogue, owned
+from agent.model.owner import Owner, Role
 from agent.model.plan import LoopbackAddress, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Rulesets, Table
 from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT

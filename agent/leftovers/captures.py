@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from agent.formats.iptables_save import render_rule
-from agent.leftovers import catalogue, policy
+from agent.leftovers import policy
 from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
 from agent.leftovers.flaws import flaws, one_sided, shadows
 from agent.leftovers.look import OWN_TABLES, NativeTable, Seen
 from agent.leftovers.node import Node, PodFact, running
-from agent.leftovers.owner import Owner, Role
 from agent.leftovers.reach import Goal, goals
+from agent.model import catalogue
+from agent.model.owner import Owner, Role
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
 from agent.model.state import GUARD, NFTABLES
 from agent.model.wanted import captures

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.formats import cni_config
-from agent.leftovers import catalogue
 from agent.leftovers.finding import Finding, Kind, Severity, Where
+from agent.model import catalogue
 from agent.model.errors import InvalidSettings
 
 CONF_DIR = Path("/etc/cni/net.d")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from agent.kernel import bpf_programs, bpffs
 from agent.kernel.bpf_programs import Program
-from agent.leftovers import catalogue
 from agent.leftovers.finding import Finding, Kind, Severity, Where
 from agent.leftovers.node import Node, running
-from agent.leftovers.owner import Owner
+from agent.model import catalogue
+from agent.model.owner import Owner
 
 Pins = Mapping[Path, list[str]]
 """Pins by the mount of the bpf file system that they are in."""

@@ -24,7 +24,7 @@ from agent.kernel.filters import NftChain
 from agent.kernel.ipset import IpSet, read_sets
 from agent.kernel.netns import NetnsId
 from agent.kernel.sockets import KernelSocket, SocketTable
-from agent.leftovers import catalogue
+from agent.model import catalogue
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Rulesets
 from agent.model.state import GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from agent.kernel.namespaces import Process
 from agent.kernel.netns import NetnsId
 from agent.leftovers.look import Seen
-from agent.leftovers.owner import Owner
 from agent.model.decision import Reason
+from agent.model.owner import Owner
 
 COMM_LENGTH = 15  # the kernel keeps no more of a process's name (TASK_COMM_LEN)
 

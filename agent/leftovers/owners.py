@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from agent.leftovers import catalogue
-from agent.leftovers.catalogue import SHARED_WITH_KUBELET
 from agent.leftovers.finding import Finding, Kind, Severity
 from agent.leftovers.look import Seen
 from agent.leftovers.node import Node, lack_of_life, listens, sign_of_life
-from agent.leftovers.owner import Role
 from agent.leftovers.reach import Goal
 from agent.leftovers.remains import (
     Remains,
@@ -18,6 +15,9 @@ from agent.leftovers.remains import (
     targets_of,
     where,
 )
+from agent.model import catalogue
+from agent.model.catalogue import SHARED_WITH_KUBELET
+from agent.model.owner import Role
 from agent.model.state import NFTABLES
 
 SHOWN_ENDPOINTS = 4

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from agent.leftovers import catalogue
-from agent.leftovers.owner import Owner
+from agent.model import catalogue
+from agent.model.owner import Owner
 from agent.model.plan import LocalRoute, PolicyRule, Route
 from agent.model.wanted import PASSTHROUGH
 

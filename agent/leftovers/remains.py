@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from agent.backends.iptables_nft import NFT_FAMILY
 from agent.formats.iptables_save import render_rule
-from agent.leftovers import catalogue
 from agent.leftovers.finding import ChainRef, Takes, Where
 from agent.leftovers.look import NativeTable, Seen
 from agent.leftovers.node import Node
-from agent.leftovers.owner import Owner
 from agent.leftovers.reach import Goal, goals
+from agent.model import catalogue
+from agent.model.owner import Owner
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Rule, Ruleset, Table
 from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES
 

@@ -11,11 +11,11 @@ from agent.backends.session import reading
 from agent.kernel.namespaces import Place
 from agent.kernel.netns import Netns
 from agent.leftovers import around, captures, cni, ebpf, owners
-from agent.leftovers.catalogue import by_name
 from agent.leftovers.finding import Finding, Kind, Severity, Where
 from agent.leftovers.look import Seen, look
 from agent.leftovers.node import Node, sign_of_life
 from agent.leftovers.remains import remains
+from agent.model.catalogue import by_name
 from agent.model.errors import AgentError, NamespaceRefused
 
 

@@ -73,7 +73,8 @@ class LeftoverWatch:
         pause_s = self._first_pause_s
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._news.wait()
                 pause_s = self._first_pause_s
                 await asyncio.sleep(pause_s)
             self._news.clear()

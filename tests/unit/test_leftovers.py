@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from agent.formats import iptables_save
 from agent.kernel.namespaces import Process
 from agent.kernel.netns import NetnsId
-from agent.leftovers import backup, catalogue
+from agent.leftovers import backup
 from agent.leftovers.finding import Takes
 from agent.leftovers.flaws import flaws, shadows
 from agent.leftovers.look import Seen
 from agent.leftovers.node import Node, sign_of_life, wants_capture
 from agent.leftovers.removal import ordered, removal
-from agent.model import owned
+from agent.model import catalogue, owned
 from agent.model.decision import Reason
 from agent.model.ruleset import Chain, Family, Rule, Ruleset, Target, match
 from agent.model.state import IPTABLES_NFT, NamespaceState

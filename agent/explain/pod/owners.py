@@ -5,28 +5,25 @@ from dataclasses import dataclass
 
 from agent.model import owned
 from agent.model.annotations import STATUS, injected_names
+from agent.model.catalogue import by_name, owner_of_chain, owner_of_table
+from agent.model.owner import Role
 from agent.model.pod import INIT
-from agent.model.state import BACKENDS, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
+from agent.model.state import (
+    BACKENDS,
+    IPTABLES_LEGACY,
+    IPTABLES_NFT,
+    NFTABLES,
+    BaseChain,
+    NamespaceState,
+)
 
 AGENT = "this agent"
 ISTIO = "istio-init or istio-cni"
 AMBIENT = "Istio's node agent (ambient mode)"
 AMBIENT_CHAIN = "ISTIO_PRERT"
+STEERING = (Role.MESH, Role.CAPTURE)
+NATIVE = {"istio": f"{ISTIO} (Istio's own nftables mode)", "istio-ambient": AMBIENT}
 VALIDATION = "istio-validation"  # the container that comes with istio-cni
-
-# Chains and tables by which other meshes, and Istio's own nftables mode, are known.
-CHAINS: Mapping[str, str] = {
-    "PROXY_INIT_": "Linkerd",
-    "KUMA_MESH_": "Kuma",
-    "MESH_": "Kuma (an older version)",
-    "CONSUL_PROXY_": "Consul",
-    "OSM_PROXY_": "Open Service Mesh",
-    "APPMESH_": "AWS App Mesh",
-}
-TABLES: Mapping[str, str] = {
-    "istio-proxy-": f"{ISTIO} (Istio's own nftables mode)",
-    "istio-ambient-": AMBIENT,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,33 +94,39 @@ def _owner(
 
 
 def _native(state: NamespaceState) -> Iterator[Loaded]:
-    for prefix, owner in TABLES.items():
-        chains = [c for c in state.base_chains if c.table.startswith(prefix)]
-        if chains:
-            names = sorted({f"{c.family} {c.table}" for c in chains})
-            yield Loaded(
-                backend=NFTABLES,
-                families=tuple(sorted({c.family for c in chains})),
-                rules=sum(c.rules for c in chains),
-                owner=owner,
-                evidence=f"nftables tables {', '.join(names)}",
-                walked=False,
-            )
+    """Yield what others wrote for nf_tables itself: Istio's own nftables mode, and meshes."""
+    found: dict[str, list[BaseChain]] = {}
+    for chain in state.base_chains:
+        owner = owner_of_table(chain.family, chain.table)
+        if owner is not None and owner.name != "intercept-agent" and owner.role in STEERING:
+            found.setdefault(owner.name, []).append(chain)
+    for name, chains in found.items():
+        tables = sorted({f"{chain.family} {chain.table}" for chain in chains})
+        yield Loaded(
+            backend=NFTABLES,
+            families=tuple(sorted({chain.family for chain in chains})),
+            rules=sum(chain.rules for chain in chains),
+            owner=NATIVE.get(name, by_name(name).title),
+            evidence=f"nftables tables {', '.join(tables)}",
+            walked=False,
+        )
 
 
 def _meshes(state: NamespaceState) -> Iterator[Loaded]:
     for backend in (IPTABLES_NFT, IPTABLES_LEGACY):
-        for prefix, owner in CHAINS.items():
-            found = {
-                family: [c for t in rules.tables for c in t.chains if c.name.startswith(prefix)]
-                for family, rules in state.of(backend).items()
-            }
-            chains = [chain for listed in found.values() for chain in listed]
-            if chains:
-                yield Loaded(
-                    backend=backend,
-                    families=tuple(family.value for family, listed in found.items() if listed),
-                    rules=sum(len(chain.rules) for chain in chains),
-                    owner=owner,
-                    evidence=f"chain {chains[0].name}",
-                )
+        found: dict[str, list[tuple[str, str, int]]] = {}  # family, chain, rules
+        for family, rules in state.of(backend).items():
+            for table in rules.tables:
+                for chain in table.chains:
+                    owner = owner_of_chain(table.name, chain.name)
+                    if owner is not None and owner.role is Role.MESH:
+                        one = (family.value, chain.name, len(chain.rules))
+                        found.setdefault(owner.title, []).append(one)
+        for title, chains in found.items():
+            yield Loaded(
+                backend=backend,
+                families=tuple(dict.fromkeys(family for family, _, _ in chains)),
+                rules=sum(count for _, _, count in chains),
+                owner=title,
+                evidence=f"chain {chains[0][1]}",
+            )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import translate
 from functools import lru_cache
 
-from agent.leftovers.owner import Owner, Role
+from agent.model.owner import Owner, Role
 
 K3S = ("k3s", "k3s-server", "k3s-agent", "rke2", "kubelite")
 
