@@ -150,3 +150,59 @@ class Findings(_message.Message):
     guarded: bool
     error: str
     def __init__(self, in_sync: _Optional[bool] = ..., differences: _Optional[_Iterable[str]] = ..., foreign: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., guarded: _Optional[bool] = ..., error: _Optional[str] = ...) -> None: ...
+
+class ScanRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ScanReply(_message.Message):
+    __slots__ = ("findings", "scanned")
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    SCANNED_FIELD_NUMBER: _ClassVar[int]
+    findings: _containers.RepeatedCompositeFieldContainer[Finding]
+    scanned: Scanned
+    def __init__(self, findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., scanned: _Optional[_Union[Scanned, _Mapping]] = ...) -> None: ...
+
+class Finding(_message.Message):
+    __slots__ = ("kind", "severity", "where", "objects", "owner", "evidence", "explanation", "fix")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SEVERITY_FIELD_NUMBER: _ClassVar[int]
+    WHERE_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    FIX_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    severity: str
+    where: Where
+    objects: _containers.RepeatedScalarFieldContainer[str]
+    owner: str
+    evidence: _containers.RepeatedScalarFieldContainer[str]
+    explanation: str
+    fix: str
+    def __init__(self, kind: _Optional[str] = ..., severity: _Optional[str] = ..., where: _Optional[_Union[Where, _Mapping]] = ..., objects: _Optional[_Iterable[str]] = ..., owner: _Optional[str] = ..., evidence: _Optional[_Iterable[str]] = ..., explanation: _Optional[str] = ..., fix: _Optional[str] = ...) -> None: ...
+
+class Where(_message.Message):
+    __slots__ = ("netns", "pod", "family", "backend", "table")
+    NETNS_FIELD_NUMBER: _ClassVar[int]
+    POD_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    netns: str
+    pod: str
+    family: str
+    backend: str
+    table: str
+    def __init__(self, netns: _Optional[str] = ..., pod: _Optional[str] = ..., family: _Optional[str] = ..., backend: _Optional[str] = ..., table: _Optional[str] = ...) -> None: ...
+
+class Scanned(_message.Message):
+    __slots__ = ("namespaces", "time", "failed")
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    namespaces: int
+    time: float
+    failed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, namespaces: _Optional[int] = ..., time: _Optional[float] = ..., failed: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -28,7 +28,7 @@ class Known:
     """The ways to ask the daemon; rows are plain values, as its JSON has them.
 
     `pod` and `explain` take a pod's namespace, name and uid, and raise AgentError if there is no
-    such pod; `events` are those after a number.
+    such pod; `events` are those after a number; `scan` is the last one.
     """
 
     pods: Callable[[], Sequence[Row]]
@@ -36,3 +36,4 @@ class Known:
     events: Callable[[int], Sequence[Row]]
     watch: Callable[[], AbstractContextManager[Watch]]
     explain: Callable[[Row], Awaitable[Row]]
+    scan: Callable[[], Row]

@@ -43,6 +43,9 @@ class Agent:
         found = await _about_one(self._known.explain, request, context)
         return message(agent_pb2.Explanation, found)
 
+    async def Scan(self, request: Any, context: Any) -> Any:
+        return message(agent_pb2.ScanReply, self._known.scan())
+
     async def Watch(self, request: Any, context: Any) -> None:
         why = f"no message was taken for {self._take_s:.0f} s"
         with self._known.watch() as watch, suppress(TimeoutError):

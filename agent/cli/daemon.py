@@ -95,6 +95,7 @@ class Daemon:
             events=self._events.since,
             watch=self._feed.watch,
             explain=self._explain,
+            scan=self._leftovers.document,
         )
         self._grpc = GrpcDoor(known, lambda: not self._pending(), config.socket.parent)
         self._doors = Doors(
@@ -163,10 +164,10 @@ class Daemon:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._worker.close)
             stack.push_async_callback(self._reconciler.close)
-            await self._roster.remember()
             stack.push_async_callback(self._grpc.close)
             stack.push_async_callback(self._doors.close)
             await self._doors.move(_places(self._config))
+            await self._roster.remember()  # only now is it sure that no other agent is at work
             async with asyncio.TaskGroup() as self._group:
                 await self._parts.have(self._first)
                 self._start(self._reload_when_told())

@@ -8,6 +8,7 @@ from typing import Any
 
 from agent.formats import documents
 from agent.model.errors import InvalidSettings
+from agent.model.pod import Policy
 from agent.model.settings import parse
 from agent.model.state import BACKENDS
 from agent.model.values import GATES, GUARDS, MAX_PORT
@@ -48,7 +49,7 @@ class Config:
     cni_bin_dir: Path | None = None
     health: Listen = Listen(address="127.0.0.1", port=15021)
     status: Listen = Listen(address="127.0.0.1", port=15020)
-    exclude_namespaces: tuple[str, ...] = ()
+    exclude_namespaces: tuple[str, ...] = Policy().exclude_namespaces
     static: tuple[StaticPod, ...] = field(default=())
 
 
@@ -137,7 +138,7 @@ class _Reader:
             cni_bin_dir=self._path(cni, "bin_dir", None),
             health=self._listen("health", fresh.health),
             status=self._listen("status", fresh.status),
-            exclude_namespaces=self._names("exclude_namespaces"),
+            exclude_namespaces=self._names("exclude_namespaces", fresh.exclude_namespaces),
             static=self._static(),
         )
 
@@ -191,8 +192,8 @@ class _Reader:
             return default
         return Listen(address=address, port=int(digits))
 
-    def _names(self, key: str) -> tuple[str, ...]:
-        value = self._raw.get(key) or []
+    def _names(self, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
+        value = self._raw.get(key, list(default)) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             self.problems.append(f"{key}: a list of namespace names is expected")
             return ()

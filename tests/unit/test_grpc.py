@@ -42,6 +42,18 @@ WISH = Wish(
 ROW = Pod(WISH, state="in-sync", backend="nftables").row()
 
 
+FINDING: dict[str, Any] = {
+    "kind": "kube-proxy",
+    "severity": "warning",
+    "where": {"netns": "host", "pod": None, "family": "ipv4", "backend": "nft", "table": "nat"},
+    "objects": ["chain KUBE-SERVICES"],
+    "owner": "kube-proxy",
+    "evidence": ["no process of that name"],
+    "explanation": "nobody keeps them",
+    "fix": "intercept-agent clean --host",
+}
+
+
 class Scene:
     """A daemon that knows one pod, behind the agent's socket, and a client's channel to it."""
 
@@ -57,6 +69,7 @@ class Scene:
             events=self.events.since,
             watch=self.feed.watch,
             explain=self.explain,
+            scan=lambda: {"findings": [FINDING], "scanned": {"namespaces": 3, "time": None}},
         )
         self.door = GrpcDoor(self.known, lambda: self.ready, folder)
         self.channel: Any = None
@@ -224,6 +237,19 @@ def test_watcher_that_takes_nothing_is_dropped_and_holds_up_nobody(tmp_path: Pat
             code, said = await refusal(changes)
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "too slow" in said
+
+    play(tmp_path, part)
+
+
+def test_scan_is_the_last_one_as_the_command_has_it(tmp_path: Path) -> None:
+    async def part(scene: Scene) -> None:
+        found = await scene.call("Scan", agent_pb2.ScanRequest())
+        assert (found.scanned.namespaces, found.scanned.time) == (3, 0.0)
+        (finding,) = found.findings
+        where = {name: getattr(finding.where, name) for name in FINDING["where"]}
+        assert where == {**FINDING["where"], "pod": ""}
+        same = {name: getattr(finding, name) for name in FINDING if name != "where"}
+        assert same == {name: value for name, value in FINDING.items() if name != "where"}
 
     play(tmp_path, part)
 
