@@ -41,6 +41,7 @@ from agent.model.values import shown
 
 Json = Mapping[str, object]
 
+UNFORESEEABLE = Target("NFT")
 FOREIGN_TABLE = "nft"  # stands for what lies in our table and belongs to no chain of ours
 
 
@@ -154,7 +155,8 @@ def _text(item: Json, key: str) -> str:
 
 
 def _pseudo(option: str, value: object) -> Rule:
-    return Rule((foreign(option, value),))
+    """Return a rule that says what is odd. Where it stands nobody can foresee what happens."""
+    return Rule((foreign(option, value),), UNFORESEEABLE)
 
 
 # --- rules ---------------------------------------------------------------------------------------

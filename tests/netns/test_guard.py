@@ -259,6 +259,14 @@ def test_trace_names_the_guard_that_drops(pod: Lab) -> None:
     assert "guard" in {step["setting"] for step in json.loads(out)["steps"]}
 
 
+def test_trace_does_not_foresee_what_a_torn_capture_does(pod: Lab) -> None:
+    capture(pod.pod, SETTINGS["redirect"], "nftables")
+    packet = ("--uid", "1000", "--to", f"10.79.0.1:{SERVICE_PORT}", "-o", "json")
+    inside(pod.pod, "nft", "flush", "chain", "inet", "intercept-agent", "v4-nat-ISTIO_OUTPUT")
+    code, out, _ = command("trace", "--netns", pod.pod, *packet)
+    assert (code, json.loads(out)["verdict"]) == (0, "maybe")
+
+
 # --- the agent that keeps it ----------------------------------------------------------------------
 
 
