@@ -13,6 +13,7 @@ from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.kernel.xtables_worker import XtablesClient
 from agent.model.ruleset import Family, Option, Rule, Ruleset, Rulesets
+from agent.model.settings import Settings
 from agent.model.state import IPTABLES_LEGACY
 
 # One worker a family: with rules of both families in one process libxtables registers the TPROXY
@@ -25,6 +26,9 @@ class IptablesLegacy:
 
     def missing(self) -> str | None:
         return missing_tool("legacy", ("save",))
+
+    def refusals(self, _settings: Settings) -> tuple[str, ...]:
+        return ()
 
     def read(self, session: Session) -> Rulesets:
         tables = session.eye.legacy.tables()

@@ -21,6 +21,7 @@ from agent.backends.session import Session
 from agent.kernel import tools
 from agent.model.errors import KernelRejected
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets, Table
+from agent.model.settings import Settings
 from agent.model.state import IPTABLES_NFT
 
 NFT_FAMILY = {Family.IPV4: "ip", Family.IPV6: "ip6"}
@@ -36,6 +37,9 @@ class IptablesNft:
 
     def missing(self) -> str | None:
         return missing_tool("nft", ("save", "restore"))
+
+    def refusals(self, _settings: Settings) -> tuple[str, ...]:
+        return ()
 
     def read(self, session: Session) -> Rulesets:
         if session.nft is None:

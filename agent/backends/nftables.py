@@ -14,6 +14,7 @@ from agent.kernel import nft, nft_batch
 from agent.kernel.netlink import Batch
 from agent.model.errors import StateUnreadable
 from agent.model.ruleset import Rulesets
+from agent.model.settings import Settings
 from agent.model.state import NFTABLES
 
 TABLE = "intercept-agent"
@@ -29,6 +30,9 @@ class Nftables:
 
     def missing(self) -> str | None:
         return nft.missing()
+
+    def refusals(self, _settings: Settings) -> tuple[str, ...]:
+        return ()
 
     def read(self, session: Session) -> Rulesets:
         try:

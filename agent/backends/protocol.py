@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from agent.backends.session import Session
-from agent.model.ruleset import Rulesets
+from agent.model.settings import Settings
+
+Loaded = TypeVar("Loaded")
+"""What a backend loads, such as rules by family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,8 @@ class Step:
     atomic: bool = True
 
 
-class Backend(Protocol):
-    """Reads and writes the rules of one flavour in one namespace."""
+class Backend(Protocol[Loaded]):
+    """Reads and writes what one kind of capture consists of in one namespace."""
 
     @property
     def name(self) -> str: ...
@@ -33,11 +36,14 @@ class Backend(Protocol):
     def missing(self) -> str | None:
         """Return why this node cannot use the backend, as a sentence, or None if it can."""
 
-    def read(self, session: Session) -> Rulesets:
+    def refusals(self, settings: Settings) -> tuple[str, ...]:
+        """Return a sentence for every setting that the backend cannot honour."""
+
+    def read(self, session: Session) -> Loaded:
         """Return what is loaded. Leaves no trace.
 
         Raises: StateUnreadable if anything is there that cannot be read.
         """
 
-    def steps(self, session: Session, have: Rulesets, want: Rulesets) -> tuple[Step, ...]:
+    def steps(self, session: Session, have: Loaded, want: Loaded) -> tuple[Step, ...]:
         """Return the writes that turn `have` into `want`; none if they are the same."""

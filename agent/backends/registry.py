@@ -1,18 +1,32 @@
 """All backends of this node, and which of them a namespace takes."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from agent.backends.iptables_legacy import IptablesLegacy
 from agent.backends.iptables_nft import IptablesNft
 from agent.backends.nftables import Nftables
 from agent.backends.protocol import Backend
 from agent.model import owned
-from agent.model.errors import EnvironmentLacks
+from agent.model.errors import EnvironmentLacks, InvalidSettings
+from agent.model.ruleset import Rulesets
+from agent.model.settings import Settings
 from agent.model.state import BACKENDS, EBPF, GUARD, NamespaceState
 
 GUARD_TABLE = "intercept-agent-guard"
 
-_backends: tuple[Backend, ...] = (Nftables(), IptablesNft(), IptablesLegacy())
-ALL: dict[str, Backend] = {backend.name: backend for backend in _backends}
-GUARD_BACKEND: Backend = Nftables(GUARD, GUARD_TABLE)
+_with_rules: tuple[Backend[Rulesets], ...] = (Nftables(), IptablesNft(), IptablesLegacy())
+WITH_RULES: dict[str, Backend[Rulesets]] = {backend.name: backend for backend in _with_rules}
+ALL: dict[str, Backend[Any]] = {**WITH_RULES}
+GUARD_BACKEND: Backend[Rulesets] = Nftables(GUARD, GUARD_TABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend by name, and sentences on those that would have come first."""
+
+    name: str
+    passed_over: tuple[str, ...] = ()
 
 
 def in_use(state: NamespaceState) -> list[str]:
@@ -24,12 +38,13 @@ def in_use(state: NamespaceState) -> list[str]:
     return sorted((n for n in BACKENDS if counts[n]), key=lambda n: -counts[n])
 
 
-def choose(wanted: str, state: NamespaceState) -> Backend:
-    """Return the backend to use: the wanted one, or with `auto` the best that the node can do.
+def choose(wanted: str, state: NamespaceState, settings: Settings) -> Choice:
+    """Return the backend to use: the wanted one, or with `auto` the best that can do it here.
 
     auto keeps what the namespace already uses.
 
-    Raises: EnvironmentLacks with the reason for every backend that was considered.
+    Raises: InvalidSettings if the wanted one cannot honour them; EnvironmentLacks, with the reason
+    for every backend that was considered, if the node lacks what it takes.
     """
     if wanted == EBPF:
         raise EnvironmentLacks(
@@ -37,13 +52,19 @@ def choose(wanted: str, state: NamespaceState) -> Backend:
             "iptables-legacy"
         )
     if wanted != "auto":
-        if reason := ALL[wanted].missing():
-            raise EnvironmentLacks(f"backend {wanted} cannot be used here: {reason}")
-        return ALL[wanted]
-    reasons = []
-    for name in (*in_use(state), *BACKENDS):
-        reason = ALL[name].missing()
+        if refusals := ALL[wanted].refusals(settings):
+            raise InvalidSettings(tuple(f"backend {wanted}: {said}" for said in refusals))
+        if lack := ALL[wanted].missing():
+            raise EnvironmentLacks(f"backend {wanted} cannot be used here: {lack}")
+        return Choice(wanted)
+    using = in_use(state)
+    reasons: list[str] = []
+    kept: list[str] = []
+    for name in dict.fromkeys((*using, *BACKENDS)):
+        reason = "; ".join(ALL[name].refusals(settings)) or ALL[name].missing()
         if reason is None:
-            return ALL[name]
+            return Choice(name, tuple(f"{name} takes the place of {why}" for why in kept))
         reasons.append(f"{name}: {reason}")
-    raise EnvironmentLacks(f"no backend can be used here: {'; '.join(dict.fromkeys(reasons))}")
+        if name in using:
+            kept.append(reasons[-1])
+    raise EnvironmentLacks(f"no backend can be used here: {'; '.join(reasons)}")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from agent.backends import registry
-from agent.backends.protocol import Backend
 from agent.backends.session import Session, writing
 from agent.capture import record, transition
 from agent.capture.observe import hidden, observe
@@ -44,13 +43,14 @@ def apply(
     Whatever captured it before (another version, other flags, another backend, istio-init, half of
     any of these) is replaced. What is already so is not written again.
 
-    Raises: RolledBack, RollbackFailed, StateUnreadable, EnvironmentLacks.
+    Raises: RolledBack, RollbackFailed, StateUnreadable, EnvironmentLacks; InvalidSettings if the
+    backend that was asked for cannot honour them.
     """
     started = time.monotonic()
     wanted = plan(settings)
     with writing(netns) as session:
         have = observe(session)
-        chosen = registry.choose(backend, have)
+        chosen = registry.choose(backend, have, settings)
         _refuse_unreadable(have, chosen)
         _refuse_hidden(session, have)
         known, found = _known(netns, have)
@@ -67,7 +67,11 @@ def apply(
         changed=bool(change.steps),
         rules=wanted.rule_count(),
         duration_ms=round((time.monotonic() - started) * 1000, 3),
-        warnings=(*settings.warnings(), *_surroundings(have, chosen.name)),
+        warnings=(
+            *settings.warnings(),
+            *chosen.passed_over,
+            *_surroundings(have, chosen.name),
+        ),
         steps=tuple(step.what for step in change.steps),
     )
 
@@ -98,7 +102,7 @@ def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_
     )
 
 
-def _refuse_unreadable(have: NamespaceState, chosen: Backend) -> None:
+def _refuse_unreadable(have: NamespaceState, chosen: registry.Choice) -> None:
     for reason in have.unreadable:
         if reason.startswith(f"{chosen.name}:"):
             raise StateUnreadable(f"{reason}; nothing was written. Use --backend {NFTABLES}")

@@ -65,7 +65,8 @@ def compare(
     have: NamespaceState, wanted: CapturePlan, backend: str, known: Known, settings: Settings
 ) -> Report:
     """Compare a state that was read with a plan. Pure."""
-    name = registry.choose(backend, have).name
+    chosen = registry.choose(backend, have, settings)
+    name = chosen.name
     native = registry.GUARD_BACKEND.missing() is None
     want = captured(have, wanted, name, known, native=native)
     found = differences(have, want)
@@ -73,7 +74,7 @@ def compare(
         backend=name,
         differences=found,
         foreign=foreign_ahead(have, wanted, name),
-        warnings=(*have.unreadable, *settings.warnings()),
+        warnings=(*have.unreadable, *settings.warnings(), *chosen.passed_over),
         guarded=bool(wanted.guard) and not any(each.is_of_guard for each in found),
     )
 

@@ -113,7 +113,7 @@ def _digest(session: Session) -> bytes:
 def _read(session: Session) -> _Filters:
     loaded: dict[str, Rulesets] = {}
     unreadable = []
-    for name, backend in (*registry.ALL.items(), (GUARD, registry.GUARD_BACKEND)):
+    for name, backend in (*registry.WITH_RULES.items(), (GUARD, registry.GUARD_BACKEND)):
         try:
             found = backend.read(session)
         except (StateUnreadable, EnvironmentLacks) as error:

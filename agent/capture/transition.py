@@ -133,12 +133,12 @@ def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple
     found: list[Step] = []
     if missing:
         found.append(_route_step(session, "add", missing))
-    names = [GUARD, *registry.ALL]
+    names = [GUARD, *registry.WITH_RULES]
     names.sort(key=lambda name: not want.of(name))
     if not want.of(GUARD):  # what closes comes first and goes last
         names = [*(name for name in names if name != GUARD), GUARD]
     for name in names:
-        backend = registry.GUARD_BACKEND if name == GUARD else registry.ALL[name]
+        backend = registry.GUARD_BACKEND if name == GUARD else registry.WITH_RULES[name]
         found += backend.steps(session, have.of(name), want.of(name))
     if surplus:
         found.append(_route_step(session, "del", surplus))

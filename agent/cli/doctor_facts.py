@@ -25,6 +25,7 @@ from agent.formats.cni_config import POLICIES, Entry
 from agent.kernel import holders, libnftables, locks, node, processes, sockets
 from agent.kernel.netns import INITIAL_PIDNS_INODE, Netns, id_at, open_target
 from agent.model.errors import EnvironmentLacks
+from agent.model.settings import Settings
 from agent.model.state import BACKENDS, IPTABLES_LEGACY, IPTABLES_NFT, NamespaceState
 from agent.node.config import Config
 from agent.node.cri import endpoint
@@ -158,7 +159,7 @@ def _observe() -> NamespaceState:
 
 def _chosen() -> str | None:
     try:
-        return registry.choose("auto", NamespaceState()).name
+        return registry.choose("auto", NamespaceState(), Settings()).name
     except EnvironmentLacks:
         return None
 

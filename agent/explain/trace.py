@@ -42,5 +42,5 @@ def layers(state: NamespaceState) -> Sequence[Layer]:
     Our nftables table stands at priority -101, before everybody's. Between the iptables flavours
     the order is that of their making (kernel fact 11), which cannot be read back.
     """
-    order = (NFTABLES, GUARD, *(n for n in registry.ALL if n != NFTABLES))
+    order = (NFTABLES, GUARD, *(n for n in registry.WITH_RULES if n != NFTABLES))
     return [Layer(name, ruleset) for name in order for ruleset in state.of(name).values()]
