@@ -8,16 +8,18 @@ RUN := $(VENV)/bin/python
 # iptables, nft and ip are there, and not every shell looks there.
 export PATH := $(PATH):/usr/sbin:/sbin
 
-# The last row is what python-iptables, which is published as source only, needs to be built.
-PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc2 \
+# The last two rows are what building takes: the eBPF programs clang, and python-iptables, which is
+# published as source only, the rest.
+PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc2 libbpf1 \
 	iproute2 conntrack procps util-linux ca-certificates git openssl python3 python3-venv \
 	containerd runc containernetworking-plugins busybox-static \
+	clang \
 	python3-dev gcc libc6-dev
 
 LOCKS := requirements-build.lock requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-containerd check fmt bench fuzz lock proto clean system
+.PHONY: help run test test-containerd check fmt bench kernel fuzz lock proto clean system
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -49,6 +51,9 @@ fmt: $(VENV)/installed ## format the code and mend what the linter can mend
 bench: $(VENV)/installed ## measure how long things take on this machine (root)
 	$(RUN) -m tests.bench
 
+kernel: $(VENV)/installed ## run the eBPF tests on the kernel of Debian 12 under qemu (root, minutes)
+	$(RUN) -m tests.vm
+
 # atheris is in no lock, for it has wheels for few versions of Python: it goes to a folder of its
 # own. The walk takes random rules and real packets, so without root it is skipped.
 FUZZ_SECONDS ?= 60
@@ -63,7 +68,7 @@ fuzz: $(VENV)/installed ## look for new bad inputs: hypothesis, packets (root) a
 	PYTHONPATH="$$tools" $(RUN) -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 clean: ## remove .venv and everything else that was generated
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist agent/kernel/objects .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian's packages, so only where dpkg is. Without root nothing is installed, and the unit tests
@@ -95,7 +100,7 @@ $(VENV)/locked: $(LOCKS) | system
 	$(RUN) -m pip uninstall --quiet --yes setuptools wheel
 	touch $@
 
-$(VENV)/installed: pyproject.toml $(VENV)/locked
+$(VENV)/installed: pyproject.toml hatch_build.py $(wildcard bpf/*) $(VENV)/locked
 	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -8,7 +8,7 @@ from agent.backends.session import Session
 from agent.model.settings import Settings
 
 Loaded = TypeVar("Loaded")
-"""What a backend loads, such as rules by family."""
+"""What a backend loads: rules by family, or an enrolment."""
 
 
 @dataclass(frozen=True, slots=True)

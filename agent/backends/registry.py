@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+from agent.backends.ebpf import Ebpf
 from agent.backends.iptables_legacy import IptablesLegacy
 from agent.backends.iptables_nft import IptablesNft
 from agent.backends.nftables import Nftables
 from agent.backends.protocol import Backend
 from agent.model import owned
+from agent.model.enrolment import Enrolment
 from agent.model.errors import EnvironmentLacks, InvalidSettings
 from agent.model.ruleset import Rulesets
 from agent.model.settings import Settings
@@ -17,7 +19,8 @@ GUARD_TABLE = "intercept-agent-guard"
 
 _with_rules: tuple[Backend[Rulesets], ...] = (Nftables(), IptablesNft(), IptablesLegacy())
 WITH_RULES: dict[str, Backend[Rulesets]] = {backend.name: backend for backend in _with_rules}
-ALL: dict[str, Backend[Any]] = {**WITH_RULES}
+EBPF_BACKEND: Backend[Enrolment | None] = Ebpf()
+ALL: dict[str, Backend[Any]] = {**WITH_RULES, EBPF: EBPF_BACKEND}
 GUARD_BACKEND: Backend[Rulesets] = Nftables(GUARD, GUARD_TABLE)
 
 
@@ -30,12 +33,14 @@ class Choice:
 
 
 def in_use(state: NamespaceState) -> list[str]:
-    """Return the backends in which a capture is loaded, the one with most rules first."""
+    """Return the backends in which a capture is loaded: eBPF, then the one with most rules."""
     counts = {}
     for name in BACKENDS:
         rulesets = state.of(name).values()
         counts[name] = sum(owned.capture_of(r).rule_count() for r in rulesets)
-    return sorted((n for n in BACKENDS if counts[n]), key=lambda n: -counts[n])
+    by_rules = sorted((n for n in BACKENDS if counts[n]), key=lambda n: -counts[n])
+    enrolled = state.enrolment is not None and state.enrolment.settings is not None
+    return [EBPF, *by_rules] if enrolled else by_rules
 
 
 def choose(wanted: str, state: NamespaceState, settings: Settings) -> Choice:
@@ -46,11 +51,6 @@ def choose(wanted: str, state: NamespaceState, settings: Settings) -> Choice:
     Raises: InvalidSettings if the wanted one cannot honour them; EnvironmentLacks, with the reason
     for every backend that was considered, if the node lacks what it takes.
     """
-    if wanted == EBPF:
-        raise EnvironmentLacks(
-            "the ebpf backend is not part of this version; use nftables, iptables-nft or "
-            "iptables-legacy"
-        )
     if wanted != "auto":
         if refusals := ALL[wanted].refusals(settings):
             raise InvalidSettings(tuple(f"backend {wanted}: {said}" for said in refusals))

@@ -11,6 +11,7 @@ from agent.kernel.filters import FilterEye
 from agent.kernel.netlink import NETLINK_ROUTE, NetlinkSocket
 from agent.kernel.netns import Netns
 from agent.kernel.nft import NftDoor, open_nft
+from agent.kernel.sockets import SocketTable
 from agent.model.errors import EnvironmentLacks
 
 
@@ -66,9 +67,16 @@ class Session:
         """Say that something was written, so that the next look is a fresh one."""
         self._objects = None
 
+    @cached_property
+    def sockets(self) -> SocketTable:
+        """Who listens where in the namespace."""
+        return self.netns.run(SocketTable)
+
     def close(self) -> None:
         if "nft" in self.__dict__ and self.nft is not None:
             reaper.close_later(self.nft)
+        if "sockets" in self.__dict__:
+            self.sockets.close()
         reaper.close_later(self.eye)
         self.rtnl.close()
 

@@ -14,7 +14,7 @@ from agent.kernel.netns import Netns
 from agent.model.errors import StateUnreadable
 from agent.model.plan import plan
 from agent.model.settings import Settings, dump
-from agent.model.state import NFTABLES, NamespaceState
+from agent.model.state import EBPF, NFTABLES, NamespaceState
 from agent.model.wanted import Before, Known, before_of, captured, captures, uncaptured
 
 
@@ -65,7 +65,7 @@ def apply(
     return Result(
         backend=chosen.name,
         changed=bool(change.steps),
-        rules=wanted.rule_count(),
+        rules=0 if chosen.name == EBPF else wanted.rule_count(),
         duration_ms=round((time.monotonic() - started) * 1000, 3),
         warnings=(
             *settings.warnings(),
@@ -91,7 +91,7 @@ def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_
             change.run(before_step)
             record.drop(netns)
     removed = sum(r.rule_count() for parts in captures(have).values() for r in parts.values())
-    backends = tuple(captures(have))
+    backends = registry.in_use(have)
     return Result(
         backend=backends[0] if backends else None,
         changed=bool(change.steps),
@@ -124,7 +124,7 @@ def _known(netns: Netns, have: NamespaceState) -> tuple[Known, record.Record | N
     if found is None:
         return Known(), None
     known = found.known()
-    if captures(have):
+    if captures(have) or have.enrolment is not None:
         return known, found
     plans = tuple(replace(one, rulesets={}) for one in known.plans)
     tables = {
@@ -166,4 +166,6 @@ def _surroundings(have: NamespaceState, backend: str) -> tuple[str, ...]:
         if name != backend:
             count = sum(ruleset.rule_count() for ruleset in rulesets.values())
             found.append(f"{count} rules of a capture in {name} were replaced by {backend}")
+    if backend != EBPF and EBPF in registry.in_use(have):
+        found.append(f"a capture by {EBPF} was replaced by {backend}")
     return tuple(found)

@@ -16,6 +16,7 @@ from agent.model.plan import CapturePlan, plan
 from agent.model.ruleset import BASIC, BUILTIN_CHAINS, Rule, Ruleset
 from agent.model.settings import Settings
 from agent.model.state import (
+    EBPF,
     IPTABLES_LEGACY,
     IPTABLES_NFT,
     NFTABLES,
@@ -75,7 +76,7 @@ def compare(
         differences=found,
         foreign=foreign_ahead(have, wanted, name),
         warnings=(*have.unreadable, *settings.warnings(), *chosen.passed_over),
-        guarded=bool(wanted.guard) and not any(each.is_of_guard for each in found),
+        guarded=name != EBPF and bool(wanted.guard) and not any(each.is_of_guard for each in found),
     )
 
 
@@ -85,7 +86,9 @@ def _known(netns: Netns) -> Known:
 
 
 def foreign_ahead(have: NamespaceState, wanted: CapturePlan, backend: str) -> tuple[str, ...]:
-    """Return sentences about rules of others that see a packet before the capture does."""
+    """Return sentences about what of others sees a connection before the capture does."""
+    if backend == EBPF:
+        return have.enrolment.foreign if have.enrolment else ()
     if not captures(have):
         return ()
     found: list[str] = []

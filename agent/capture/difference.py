@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from agent.formats.iptables_save import render_rule
 from agent.model import owned, standing
+from agent.model.enrolment import Enrolment
 from agent.model.ruleset import Chain, Family, Rule, Ruleset, matching
-from agent.model.state import GUARD, NamespaceState, routes_without
+from agent.model.settings import dump
+from agent.model.state import EBPF, GUARD, NamespaceState, routes_without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +46,38 @@ def differences(have: NamespaceState, want: NamespaceState) -> tuple[Difference,
             before = have.of(backend).get(family, Ruleset(family))
             after = want.of(backend).get(family, Ruleset(family))
             found += _rulesets(backend, before, after)
+    found += _enrolments(have.enrolment, want.enrolment)
     missing = routes_without(want.routes, have.routes)
     found += (Difference(sign="+", backend="routing", text=r.command()) for r in missing)
     for route in routes_without(have.routes, want.routes):
         note = "one copy too many" if route in want.routes else ""
         found.append(Difference(sign="-", backend="routing", text=route.command(), note=note))
     return tuple(found)
+
+
+def _enrolments(have: Enrolment | None, want: Enrolment | None) -> Iterator[Difference]:
+    """Yield what the programs were told otherwise, a setting at a time, and what else is wrong."""
+    if have == want and not (have and have.stale):
+        return
+    loaded = None if have is None or have.settings is None else dump(have.settings)
+    wanted = None if want is None or want.settings is None else dump(want.settings)
+    if loaded is None and wanted is not None:
+        yield Difference(sign="+", backend=EBPF, text="the namespace is not enrolled")
+    elif loaded is not None and wanted is None:
+        yield Difference(sign="-", backend=EBPF, text="the namespace is enrolled")
+    elif loaded is not None and wanted is not None:
+        for key, value in wanted.items():
+            if loaded[key] != value:
+                text = f"{key}: {_shown(loaded[key])} is loaded, and not {_shown(value)}"
+                yield Difference(sign="~", backend=EBPF, text=text)
+    for fault in (*have.faults, *have.stale) if have else ():
+        yield Difference(sign="~" if wanted else "-", backend=EBPF, text=fault)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(str(item) for item in value) or "nothing"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _rulesets(backend: str, have: Ruleset, want: Ruleset) -> Iterator[Difference]:

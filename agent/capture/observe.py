@@ -19,7 +19,7 @@ from agent.model import owned
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.native import NativeHook
 from agent.model.ruleset import Rulesets
-from agent.model.state import GUARD, BaseChain, NamespaceState
+from agent.model.state import EBPF, GUARD, BaseChain, NamespaceState
 from agent.model.wanted import captures
 
 READ_ATTEMPTS = 5
@@ -42,8 +42,8 @@ _seen: OrderedDict[bytes, _Filters] = OrderedDict()
 def observe(session: Session) -> NamespaceState:
     """Return what the namespace holds now.
 
-    An iptables flavour whose tables cannot be read (native rules in them, or the tool missing) is
-    named in `unreadable`; nothing may then be written through it.
+    An iptables flavour whose tables cannot be read (native rules in them, or the tool missing), or
+    eBPF programs of another version, are named in `unreadable`; nothing may then be written there.
 
     Raises: StateUnreadable if anything else cannot be read.
     """
@@ -52,11 +52,18 @@ def observe(session: Session) -> NamespaceState:
         routes = routing.read_routes(session.rtnl)
     except OSError as error:
         raise StateUnreadable(f"cannot read the routes: {error.strerror}") from error
+    unreadable = filters.unreadable
+    enrolment = None
+    try:
+        enrolment = registry.EBPF_BACKEND.read(session)
+    except StateUnreadable as error:
+        unreadable = (*unreadable, f"{EBPF}: {error}")
     return NamespaceState(
         loaded=filters.loaded,
+        enrolment=enrolment,
         routes=routes,
         base_chains=filters.base_chains,
-        unreadable=filters.unreadable,
+        unreadable=unreadable,
         native=filters.native,
     )
 

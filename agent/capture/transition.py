@@ -1,12 +1,12 @@
 """From one state of a namespace to another: all of it, or back to where it was.
 
 The order is chosen so that traffic never finds a gap: what routing needs comes first, then the
-rules of the backend that gains some, then the removal from the others, then routes that nobody
-needs any more. Where that takes more than one atomic write, a wall stands meanwhile in the guard's
-table: it drops new connections (their first packets are sent again) and leaves established ones
-alone. A process that is killed on the way leaves the wall, so the namespace is closed and not half
-open; the next run takes it away. A capture with a standing guard needs no wall: the guard is
-written first, and what is not redirected yet does not pass it.
+rules or the enrolment of the backend that gains some, then the removal from the others, then routes
+that nobody needs any more. Where that takes more than one atomic write, a wall stands meanwhile in
+the guard's table: it drops new connections (their first packets are sent again) and leaves
+established ones alone. A process that is killed on the way leaves the wall, so the namespace is
+closed and not half open; the next run takes it away. A capture with a standing guard needs no wall:
+the guard is written first, and what is not redirected yet does not pass it.
 """
 
 from collections.abc import Callable, Iterator
@@ -137,9 +137,14 @@ def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple
     names.sort(key=lambda name: not want.of(name))
     if not want.of(GUARD):  # what closes comes first and goes last
         names = [*(name for name in names if name != GUARD), GUARD]
+    turned = registry.EBPF_BACKEND.steps(session, have.enrolment, want.enrolment)
+    if want.enrolment is not None:
+        found += turned
     for name in names:
         backend = registry.GUARD_BACKEND if name == GUARD else registry.WITH_RULES[name]
         found += backend.steps(session, have.of(name), want.of(name))
+    if want.enrolment is None:
+        found += turned
     if surplus:
         found.append(_route_step(session, "del", surplus))
     return tuple(found)

@@ -33,7 +33,7 @@ def add_backend_option(parser: argparse.ArgumentParser) -> None:
         choices=("auto", *BACKENDS, EBPF),
         default="auto",
         help="auto keeps what the namespace uses, else takes the first of these that the node "
-        "can do (auto; ebpf is not in this version)",
+        "can do, but for ebpf, which is taken only where it is named (auto)",
     )
 
 
@@ -68,7 +68,8 @@ def report(
             print(f"  {step}", file=sys.stderr)
     by = f" by {done.backend}" if done.backend else ""
     what = output.paint(done_word, output.GREEN)
-    print(f"{target.name}: {what}{by}, {done.rules} rules, {done.duration_ms:.0f} ms")
+    rules = f", {done.rules} rules" if done.rules else ""
+    print(f"{target.name}: {what}{by}{rules}, {done.duration_ms:.0f} ms")
 
 
 def to_json(target: Target, done: Result) -> dict[str, object]:

@@ -5,6 +5,7 @@ from itertools import groupby
 
 from agent.explain.effects import endpoint
 from agent.model.packet import Hit, Kind, Outcome, Packet, Step, Trace
+from agent.model.state import EBPF
 
 # Of a run of rules that did not match, this many are printed before the rest is summed up.
 SHOWN_MISSES = 12
@@ -51,7 +52,7 @@ def to_text(trace: Trace, *, all_rules: bool = False) -> str:
 
 
 def _heading(step: Step) -> tuple[int, str, str]:
-    where = f"{step.table} ({step.backend})" if step.table else ""
+    where = f"{step.table} ({step.backend})" if step.table else step.backend
     return step.branch, step.hook, where
 
 
@@ -110,7 +111,7 @@ def _subject(trace: Trace) -> str:
 
 def _fate(outcome: Outcome, kind: Kind) -> str:
     step = outcome.decided_by
-    rule = _rule(step) if step and step.table else ""
+    rule = _rule(step) if step and (step.table or step.backend == EBPF) else ""
     if kind is Kind.REDIRECT:
         return f"is redirected to {_target(outcome)} by {rule}"
     if kind is Kind.DROP:
@@ -130,6 +131,8 @@ def _target(outcome: Outcome) -> str:
 
 
 def _rule(step: Step) -> str:
+    if step.backend == EBPF:
+        return f"the eBPF program {step.chain}" + (f" ({step.setting})" if step.setting else "")
     if step.number is None:
         return f"the {step.text} of {step.table} {step.chain}"
     setting = f" ({step.setting})" if step.setting else ""

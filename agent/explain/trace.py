@@ -1,10 +1,12 @@
 """Walks a packet through what is loaded in a namespace now. Reads only."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from agent.backends import registry
 from agent.backends.nftables import TABLE
 from agent.explain.branch import Layer
+from agent.explain.enrolled import walk_enrolled
 from agent.explain.walk import walk
 from agent.model.host import Host
 from agent.model.packet import Packet, Trace
@@ -12,8 +14,13 @@ from agent.model.state import GUARD, NFTABLES, NamespaceState
 
 
 def trace(state: NamespaceState, host: Host, packet: Packet, *, inbound: bool) -> Trace:
-    """Return the walk of a packet through every loaded set of rules. Pure."""
-    return walk(layers(state), packet, host, inbound=inbound, native=state.native)
+    """Return the walk of a packet through every loaded set of rules, and eBPF programs. Pure."""
+    native = state.native
+    if state.enrolment is not None and state.enrolment.settings is not None:
+        settings = state.enrolment.settings
+        rules = partial(walk, layers(state), native=native)
+        return walk_enrolled(settings, rules, packet, host, inbound=inbound)
+    return walk(layers(state), packet, host, inbound=inbound, native=native)
 
 
 def not_walked(state: NamespaceState) -> tuple[str, ...]:

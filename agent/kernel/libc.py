@@ -38,6 +38,7 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
 
 
-def mount(source: str, target: str, flags: int) -> None:
-    """Change the mount namespace of the calling thread."""
-    _check(_libc.mount(source.encode(), target.encode(), None, flags, None), target)
+def mount(source: str, target: str, flags: int, kind: str = "") -> None:
+    """Change the mount namespace of the calling thread; `kind` is the file system to mount."""
+    type_name = kind.encode() or None
+    _check(_libc.mount(source.encode(), target.encode(), type_name, flags, None), target)

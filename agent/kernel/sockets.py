@@ -8,6 +8,8 @@ import contextlib
 import ctypes
 import errno
 import ipaddress
+import os
+import platform
 import socket
 import struct
 from collections.abc import Iterable, Iterator
@@ -102,6 +104,14 @@ class SocketTable(NetlinkSocket):
         """
         found = self._dump(protocol, ANY_STATE, remote[1])
         return tuple(s for s in found if s.remote == remote)
+
+    def remote_of(self, protocol: str, local: Endpoint) -> Endpoint | None:
+        """Return where the socket with that own end really sends to.
+
+        Raises: StateUnreadable if the kernel does not say.
+        """
+        found = self._dump(protocol, ANY_STATE, 0)
+        return next((s.remote for s in found if s.local == local and s.remote[1]), None)
 
     def _dump(self, protocol: str, states: int, remote_port: int) -> Iterator[KernelSocket]:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -206,6 +216,7 @@ def _source_of(data: bytes) -> Endpoint:
 
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 NO_CHANGE = 2**32 - 1
+SET_IDS = {"x86_64": (117, 119), "generic": (147, 149)}  # setresuid, setresgid
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.setfsuid.argtypes = _libc.setfsgid.argtypes = (ctypes.c_uint32,)
@@ -228,12 +239,15 @@ class Owner:
 def acting_as(owner: Owner) -> Iterator[None]:
     """Make sockets of this user and group in the calling thread, for as long as the block lasts.
 
-    The owner match compares the file-system ids with which a socket was created, and these are the
-    thread's own: glibc does not hand them on to other threads, as it does with setuid.
+    The owner match compares the file-system ids with which a socket was created, and eBPF the real
+    ids of whoever connects or binds. Both are the thread's own where the system call is made by
+    number: glibc would change every thread's.
 
     Raises: EnvironmentLacks where the ids do not exist (a user namespace) or root is missing.
     """
     dumpable = _libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0)
+    real = (os.getresuid()[0], os.getresgid()[0])
+    _set_real(owner.uid, owner.gid)  # first: it sets the file-system ids, too
     gid, uid = _libc.setfsgid(owner.gid), _libc.setfsuid(owner.uid)
     try:
         now = (_libc.setfsuid(NO_CHANGE), _libc.setfsgid(NO_CHANGE))
@@ -241,10 +255,19 @@ def acting_as(owner: Owner) -> Iterator[None]:
             raise EnvironmentLacks(f"sockets of {owner} cannot be made here; run this as root")
         yield
     finally:
+        _set_real(*real)
         _libc.setfsuid(uid)
         _libc.setfsgid(gid)
         # A change of ids makes the whole process undumpable.
         _libc.prctl(PR_SET_DUMPABLE, dumpable, 0, 0, 0)
+
+
+def _set_real(uid: int, gid: int) -> None:
+    """Set the real ids of the calling thread; where that cannot be, the caller finds out."""
+    setresuid, setresgid = SET_IDS.get(platform.machine(), SET_IDS["generic"])
+    kept = ctypes.c_long(-1)
+    _libc.syscall(setresgid, ctypes.c_long(gid), kept, kept)
+    _libc.syscall(setresuid, ctypes.c_long(uid), kept, kept)
 
 
 def open_socket(family: Family, protocol: str) -> socket.socket:

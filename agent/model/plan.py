@@ -86,9 +86,11 @@ Route = PolicyRule | LocalRoute | LoopbackAddress
 class CapturePlan:
     """Everything a capture consists of: rules by family, what routing needs besides, and a guard.
 
-    The guard's rules stand apart from the others, in a table of their own.
+    The guard's rules stand apart from the others, in a table of their own. Where there are to be no
+    rules, the settings say all.
     """
 
+    settings: Settings
     rulesets: Rulesets
     routes: tuple[Route, ...] = ()
     guard: Rulesets = field(default_factory=dict)
@@ -106,7 +108,7 @@ def plan(settings: Settings) -> CapturePlan:
     if settings.guarded:
         found = {family: standing.standing(ruleset) for family, ruleset in rulesets.items()}
         guards = {family: guard for family, guard in found.items() if guard is not None}
-    return CapturePlan(rulesets, routes(settings), guards)
+    return CapturePlan(settings, rulesets, routes(settings), guards)
 
 
 def routes(settings: Settings) -> tuple[Route, ...]:

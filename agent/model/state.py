@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from agent.model.enrolment import Enrolment
 from agent.model.native import NativeHook
 from agent.model.plan import Route
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
@@ -47,12 +48,13 @@ class NamespaceState:
     """Everything in a namespace that a capture can be made of.
 
     `loaded` has, by backend, every table of the iptables flavours (foreign rules included) and of
-    nftables only our own table. `routes` has each policy rule as often as it is there: the kernel
-    takes any number of copies. `base_chains` and `unreadable` are for reports only, `native` (the
-    nftables tables of others) for packet walks.
+    nftables only our own table. `enrolment` is what the eBPF programs were told. `routes` has each
+    policy rule as often as it is there: the kernel takes any number of copies. `base_chains` and
+    `unreadable` are for reports only, `native` (the nftables tables of others) for packet walks.
     """
 
     loaded: Mapping[str, Rulesets] = field(default_factory=dict)
+    enrolment: Enrolment | None = None
     routes: tuple[Route, ...] = ()
     base_chains: tuple[BaseChain, ...] = field(default=(), compare=False)
     unreadable: tuple[str, ...] = field(default=(), compare=False)
@@ -75,7 +77,7 @@ def routes_without(routes: Iterable[Route], taken: Iterable[Route]) -> tuple[Rou
 
 
 def same(one: NamespaceState, other: NamespaceState) -> bool:
-    """Tell whether two states have the same rules and routes.
+    """Tell whether two states have the same rules, enrolment and routes.
 
     Built-in chains without rules do not count: legacy tables always have all of theirs, nf_tables
     has those that somebody asked for.
@@ -85,7 +87,7 @@ def same(one: NamespaceState, other: NamespaceState) -> bool:
         left, right = one.of(name), other.of(name)
         if left != right and _essence(left) != _essence(right):
             return False
-    return Counter(one.routes) == Counter(other.routes)
+    return one.enrolment == other.enrolment and Counter(one.routes) == Counter(other.routes)
 
 
 def _essence(rulesets: Rulesets) -> dict[Family, Ruleset]:

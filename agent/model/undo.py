@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from agent.model import owned
+from agent.model.enrolment import Enrolment
 from agent.model.ruleset import Chain, Family, Rule, Ruleset
 from agent.model.state import (
     IPTABLES_LEGACY,
@@ -34,7 +35,11 @@ def undone(now: NamespaceState, before: NamespaceState, wanted: NamespaceState) 
     both = routes_without(before.routes, routes_without(before.routes, wanted.routes))
     gone = routes_without(both, now.routes)
     left = routes_without(before.routes, gone)
-    return replace(before, loaded=loaded, routes=(*left, *since))
+    enrolled = before.enrolment
+    if enrolled is not None and enrolled != now.enrolment:
+        # What was wrong with it does not come back.
+        enrolled = None if enrolled.settings is None else Enrolment(enrolled.settings)
+    return replace(before, loaded=loaded, enrolment=enrolled, routes=(*left, *since))
 
 
 def _ruleset(now: Ruleset, before: Ruleset, wanted: Ruleset) -> Ruleset:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from agent.model import numbers, owned
+from agent.model.enrolment import enrolment
 from agent.model.plan import CapturePlan, LocalRoute, LoopbackAddress, PolicyRule, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Ruleset, Rulesets, Table
-from agent.model.state import GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
+from agent.model.state import EBPF, GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
 
 PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6)
 ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
@@ -43,9 +44,21 @@ def captured(
     """Return the namespace with exactly this capture in it, loaded by `backend`.
 
     A standing guard is in a table of its own, or, where nothing can write `native` nftables rules,
-    in the filter table of the backend.
+    in the filter table of the backend. eBPF needs none: there are no rules to flush.
     """
     base = _others(have, (*known.plans, plan), known.before)
+    kept = [route for route in base.routes if route not in plan.routes]
+    there = {route: route for route in have.routes}  # as it is there, with its priority
+    needed = [there.get(route, route) for route in plan.routes]
+    base = replace(base, routes=(*kept, *needed))
+    if backend == EBPF:
+        return replace(base, enrolment=enrolment(plan.settings))
+    return replace(base, loaded=_loaded(base, plan, backend, native=native))
+
+
+def _loaded(
+    base: NamespaceState, plan: CapturePlan, backend: str, *, native: bool
+) -> dict[str, Rulesets]:
     loaded = dict(base.loaded)
     rulesets: Rulesets = plan.rulesets
     if backend != NFTABLES:
@@ -55,14 +68,7 @@ def captured(
     elif plan.guard:
         filters = {family: guard.only("filter") for family, guard in plan.guard.items()}
         rulesets = owned.merged(rulesets, filters)
-    kept = [route for route in base.routes if route not in plan.routes]
-    there = {route: route for route in have.routes}  # as it is there, with its priority
-    needed = [there.get(route, route) for route in plan.routes]
-    return replace(
-        base,
-        loaded={**loaded, backend: rulesets},
-        routes=(*kept, *needed),
-    )
+    return {**loaded, backend: rulesets}
 
 
 def uncaptured(have: NamespaceState, known: Known) -> NamespaceState:
@@ -89,7 +95,7 @@ def before_of(have: NamespaceState) -> Before:
             ):
                 shells |= {(family, table.name, chain) for chain in _untouched(table, left)}
     routes = tuple(r for r in have.routes if _is_ours(r, _policies(have, ())))
-    captured_before = any(
+    captured_before = have.enrolment is not None or any(
         owned.capture_of(r).tables for rulesets in have.loaded.values() for r in rulesets.values()
     )
     return Before(frozenset(shells), () if captured_before else routes)

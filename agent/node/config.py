@@ -10,7 +10,7 @@ from agent.formats import documents
 from agent.model.errors import InvalidSettings
 from agent.model.pod import Policy
 from agent.model.settings import parse
-from agent.model.state import BACKENDS
+from agent.model.state import BACKENDS, EBPF
 from agent.model.values import GATES, GUARDS, MAX_PORT
 
 RUN_DIR = Path("/run/intercept-agent")
@@ -129,7 +129,7 @@ class _Reader:
         return Config(
             socket=self._path(self._raw, "socket", fresh.socket) or fresh.socket,
             state_dir=self._path(self._raw, "state_dir", fresh.state_dir) or fresh.state_dir,
-            backend=self._choice("backend", ("auto", *BACKENDS), fresh.backend),
+            backend=self._choice("backend", ("auto", *BACKENDS, EBPF), fresh.backend),
             mode=mode,
             gate=self._choice("gate", GATES, fresh.gate),
             guard=self._guard(mode),

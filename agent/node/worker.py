@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+from agent.backends import registry
 from agent.backends.session import reading
 from agent.capture import record
 from agent.capture.apply import apply, remove
@@ -77,8 +78,12 @@ def _remove(netns: Netns, _: Mapping[str, Any]) -> dict[str, object]:
 def _look(netns: Netns, _: Mapping[str, Any]) -> dict[str, object]:
     """Tell what is loaded, by backend, and what is on record."""
     with reading(netns) as session:
-        found = captures(observe(session))
-    counts = {name: sum(r.rule_count() for r in parts.values()) for name, parts in found.items()}
+        have = observe(session)
+    found = captures(have)
+    counts = {
+        name: sum(r.rule_count() for r in found.get(name, {}).values())
+        for name in registry.in_use(have)
+    }
     known = record.load(netns)
     return {"captures": counts, "settings": dict(known.settings) if known else None}
 

@@ -87,10 +87,15 @@ class ProbePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the choice depends on besides the settings."""
+    """What the choice depends on besides the settings.
+
+    `enrolled` tells that eBPF captures: then what arrives keeps its address, and conntrack knows
+    nothing.
+    """
 
     surroundings: Surroundings = field(default_factory=Surroundings)
     listeners: tuple[KernelSocket, ...] = ()
+    enrolled: bool = False
 
     def own(self, family: Family) -> Iterator[Address]:
         for interface in self.surroundings.addresses:

@@ -161,7 +161,8 @@ class _Exchange:
             made = self._open(attempt.family, attempt.protocol)
         if owner is not None and attempt.way is Way.IN and self._settings.tproxy:
             make_transparent(made)
-        made.bind((str(place[0]), place[1]))
+        with _as(owner):
+            made.bind((str(place[0]), place[1]))
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if attempt.protocol == "tcp":
             made.listen(socket.SOMAXCONN)
@@ -309,11 +310,16 @@ class _Exchange:
         return call.accepted.inode != 0 or call.accepted.local[1] == call.attempt.lands
 
     def _translation(self, call: _Call) -> Endpoint | None:
+        protocol, goal = call.attempt.protocol, call.attempt.goal
         with contextlib.suppress(AgentError):
             if self._conntrack is not None:
-                return self._conntrack.answers(
-                    call.attempt.protocol, call.local, call.attempt.goal, ZONES
-                )
+                found = self._conntrack.answers(protocol, call.local, goal, ZONES)
+                if found is not None:
+                    return found
+        with contextlib.suppress(AgentError):
+            # Turned by eBPF, the socket itself sends elsewhere, and conntrack need not be there.
+            remote = self._table.remote_of(protocol, call.local)
+            return remote if remote != goal else None
         return None
 
     def observations(self) -> tuple[Observation, ...]:

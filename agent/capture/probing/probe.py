@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+from agent.backends import registry
+from agent.backends.session import reading
 from agent.capture.probing.attempt import (
     Attempt,
     Facts,
@@ -61,7 +63,9 @@ def _facts(netns: Netns) -> Facts:
     surroundings = netns.run(probe_net.look)
     with netns.run(SocketTable) as table:
         listeners = (*table.listeners("tcp"), *table.listeners("udp"))
-    return Facts(surroundings=surroundings, listeners=listeners)
+    with reading(netns) as session:
+        enrolled = registry.EBPF_BACKEND.read(session) is not None
+    return Facts(surroundings=surroundings, listeners=listeners, enrolled=enrolled)
 
 
 def _without_strays(outside: Outside, plan: ProbePlan, settings: Settings) -> ProbePlan:

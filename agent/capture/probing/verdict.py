@@ -93,8 +93,12 @@ class Judge:
         return self._wrong_port(attempt, place[1], whose)
 
     def _is_capture(self, attempt: Attempt, place: Endpoint, uid: int) -> bool:
-        """Tell whether a socket of the pod is the proxy's; TPROXY's have the original address."""
-        if not (self.settings.tproxy and attempt.way is Way.IN):
+        """Tell whether a socket of the pod is the proxy's.
+
+        Those of TPROXY and of eBPF have the original address.
+        """
+        kept = self.settings.tproxy or self.facts.enrolled
+        if not (kept and attempt.way is Way.IN):
             return place[1] == attempt.lands
         if place != attempt.goal:
             return False
@@ -109,7 +113,8 @@ class Judge:
         if moved and moved[1] != attempt.lands:
             return self._wrong_port(attempt, moved[1], "")
         if moved and (seen.connected or attempt.protocol == "udp") and attempt.live:
-            return Outcome.OK, f"was redirected to the proxy at {text(moved)}, conntrack says"
+            who = "its own socket" if self.facts.enrolled else "conntrack"
+            return Outcome.OK, f"was redirected to the proxy at {text(moved)}, {who} says"
         if moved and seen.error == errno.ECONNREFUSED:
             return Outcome.FAILED, f"was redirected to {text(moved)}, which refused it"
         if attempt.live and (seen.connected or attempt.protocol == "udp"):
@@ -232,6 +237,11 @@ class Judge:
     # advice
 
     def _cause(self, attempt: Attempt) -> str:
+        if self.facts.enrolled:
+            return (
+                "an eBPF program is not attached, or was told otherwise, or another turns the "
+                f"connection first; {self._advice(attempt)}"
+            )
         family = attempt.family
         table = "mangle" if attempt.way is Way.IN and self.settings.tproxy else "nat"
         chain = "PREROUTING" if attempt.way is Way.IN else "OUTPUT"

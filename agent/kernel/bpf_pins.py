@@ -1,0 +1,224 @@
+"""Where the programs of the node are pinned, and what they need of the node's file systems.
+
+Whatever is pinned outlives the agent. INTERCEPT_BPF_DIR moves the pins; where that is no bpffs yet,
+one is mounted there.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha1
+from pathlib import Path
+
+from agent.kernel import bpf, bpf_loader, libc
+from agent.model.enrolment import LAYOUT
+from agent.model.errors import EnvironmentLacks, KernelRejected
+
+OBJECTS = Path(__file__).parent / "objects"
+OBJECT_NAMES = ("adopt.bpf.o", "inbound.bpf.o", "redirect.bpf.o")
+ROOT_CGROUP = bpf_loader.ROOT_CGROUP
+LOADER_TIMEOUT_S = 60.0
+LOCK_TIMEOUT_S = 60.0
+POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What is loaded: the layout of its maps and which build it is of. Zero: not all of it yet."""
+
+    layout: int
+    build: bytes
+
+
+def root() -> Path:
+    return Path(os.environ.get("INTERCEPT_BPF_DIR") or "/sys/fs/bpf")
+
+
+def base() -> Path:
+    return root() / "intercept-agent"
+
+
+def about() -> About | None:
+    """Return what is loaded, None if nothing is: then not even the right to ask is needed."""
+    if not base().exists():
+        return None
+    try:
+        with bpf.Map.at(base() / "maps" / "about") as found:
+            value = found.lookup(bytes(4)) or bytes(24)
+    except FileNotFoundError:
+        value = bytes(24)
+    return About(int.from_bytes(value[:4], sys.byteorder), value[4:24])
+
+
+# --- what this version brings ---------------------------------------------------------------------
+
+
+def not_built() -> str | None:
+    """Return why the objects are not here, or None."""
+    if all((OBJECTS / name).exists() for name in OBJECT_NAMES):
+        return None
+    return (
+        "its programs were not built: clang was missing when the package was; install clang and "
+        "build it again (in a checkout: python3 bpf/build.py)"
+    )
+
+
+def object_file(name: str) -> bytes:
+    return (OBJECTS / name).read_bytes()
+
+
+@cache
+def build() -> bytes:
+    """Return what tells this version's objects from others; zeros where there are none."""
+    if not_built():
+        return bytes(20)
+    return sha1(
+        b"".join(object_file(name) for name in OBJECT_NAMES), usedforsecurity=False
+    ).digest()
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+@cache
+def unloadable() -> str | None:
+    """Return why the kernel does not take the programs, or None; asked once a process."""
+    return _run_loader("probe")
+
+
+def load() -> None:
+    """Load the programs, or put this version's in the place of another's. Hold the lock.
+
+    Raises: KernelRejected, EnvironmentLacks.
+    """
+    _mount_bpffs()
+    if said := _run_loader("load"):
+        raise KernelRejected(f"the eBPF programs were not loaded: {said}")
+
+
+def unload() -> None:
+    """Detach and remove everything that `load` made. Hold the lock."""
+    for folder in ("pods", "links", "maps", ""):
+        with contextlib.suppress(FileNotFoundError):
+            for entry in list((base() / folder).iterdir()):
+                if not entry.is_dir():
+                    entry.unlink()
+    for folder in ("pods", "links", "maps", ""):
+        with contextlib.suppress(FileNotFoundError):
+            (base() / folder).rmdir()
+
+
+def _run_loader(what: str) -> str | None:
+    """Run the loader; return what it complains of."""
+    job = {
+        "do": what,
+        "pins": str(base()),
+        "objects": str(OBJECTS),
+        "cgroup": cgroup_root(),
+        "layout": LAYOUT,
+        "build": build().hex(),
+    }
+    try:
+        done = subprocess.run(
+            (sys.executable, "-I", "-S", str(Path(bpf_loader.__file__))),
+            input=json.dumps(job),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=LOADER_TIMEOUT_S,
+            check=False,
+            env={"LC_ALL": "C"},
+            cwd="/",
+        )
+    except subprocess.TimeoutExpired:
+        return f"the loader did not end within {LOADER_TIMEOUT_S:.0f} seconds"
+    if done.returncode or not done.stdout:
+        return f"the loader died: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
+    answer = json.loads(done.stdout)
+    said = answer.get("error")
+    if said and bpf_loader.LIBRARY in said:
+        return f"{bpf_loader.LIBRARY} cannot be loaded; install the package libbpf1"
+    return None if said is None else str(said)
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    """Yield mount points and their file systems, later ones over earlier ones."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        where = left.split(" ", 5)[4]
+        if "\\" in where:  # blanks and the like, in octal
+            where = where.encode().decode("unicode_escape")
+        yield where, right.partition(" ")[0]
+
+
+def cgroup_root() -> str | None:
+    """Return where the root of cgroup2 is mounted, also besides version 1; None: nowhere."""
+    for where, kind in _mounts():
+        with contextlib.suppress(OSError):
+            if kind == "cgroup2" and os.stat(where).st_ino == ROOT_CGROUP:
+                return where
+    return None
+
+
+def _mount_bpffs() -> None:
+    place = root()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        real = place.resolve()
+        above = {str(real), *(str(parent) for parent in real.parents)}
+        over = [
+            (len(where), at, kind) for at, (where, kind) in enumerate(_mounts()) if where in above
+        ]
+        if max(over)[2] != "bpf":
+            libc.mount("bpf", str(real), 0, "bpf")
+    except OSError as error:
+        raise EnvironmentLacks(f"cannot mount a bpffs at {place}: {error.strerror}") from error
+
+
+# --- one at a time --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def lock() -> Iterator[None]:
+    """Hold the lock of the node's programs.
+
+    Raises: EnvironmentLacks if somebody else does not let go of it.
+    """
+    _mount_bpffs()
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    fd = os.open(root(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while not _take(fd, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise EnvironmentLacks(
+                    f"another run works on the eBPF programs of {root()} and did not end in "
+                    f"{LOCK_TIMEOUT_S:.0f} seconds"
+                )
+            time.sleep(POLL_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def busy() -> bool:
+    """Tell whether somebody is changing something right now."""
+    fd = os.open(root(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return not _take(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def _take(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
