@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings as hypothesis_settings
 
+from tests.support.ebpf import own_pins
 from tests.support.netns import PREFIX, namespace
 
 # Folders under tests/ in which every test needs root and a real kernel.
@@ -48,7 +49,8 @@ def netns() -> Iterator[str]:
 def inert_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Take from the tests whatever the caller's shell says about language, colour and settings.
 
-    Records of captures go to a folder of this run, not to that of an agent of this machine.
+    Records of captures and pins of programs go to folders of this run, not to those of an agent of
+    this machine.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in tuple(os.environ):
@@ -57,7 +59,9 @@ def inert_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         for name, value in INERT.items():
             patch.setenv(name, value)
         patch.setenv("INTERCEPT_STATE_DIR", str(tmp_path_factory.mktemp("state")))
-        yield
+        with own_pins(tmp_path_factory.mktemp("bpf")) as pins:
+            patch.setenv("INTERCEPT_BPF_DIR", str(pins))
+            yield
 
 
 # --- netns tests: skipped on a laptop without root, never in CI ----------------------------------

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from agent.capture.apply import apply
 from agent.capture.check import check
@@ -21,7 +22,9 @@ from agent.kernel.netns import Netns
 from agent.model.plan import plan
 from agent.model.ruleset import Family
 from agent.model.settings import Settings, parse
+from agent.model.state import EBPF
 from tests.bench import leftovers, node
+from tests.support.ebpf import built, own_pins
 from tests.support.netns import namespace, path_of
 
 RUNS = 25
@@ -29,9 +32,11 @@ TARGETS = {
     ("apply", "nftables"): ("nft", 0.25),
     ("apply", "iptables-nft"): ("nft", 1.0),
     ("apply", "iptables-legacy"): ("legacy", 2.5),
+    ("apply", EBPF): ("nft", 0.25),
     ("check", "nftables"): ("nft", 0.4),
     ("check", "iptables-nft"): ("nft", 0.4),
     ("check", "iptables-legacy"): ("legacy", 0.4),
+    ("check", EBPF): ("nft", 0.4),
 }
 SETTINGS = parse(
     {
@@ -103,7 +108,13 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory(prefix="it-") as state:
         os.environ["INTERCEPT_STATE_DIR"] = state  # the records of all these namespaces
-        table()
+        os.environ["INTERCEPT_BPF_DIR"] = f"{state}/bpf"
+        os.mkdir(f"{state}/bpf")
+        built()
+        with own_pins(Path(state, "bpf")), namespace("bench") as name:
+            with Netns.open(path_of(name)) as first:
+                apply(first, SETTINGS, backend=EBPF)  # the programs of a node come with its first
+            table()
         node.show()
         leftovers.show()
     return 0

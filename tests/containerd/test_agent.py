@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from agent.cli.main import main
+from agent.kernel import bpf_pins
+from agent.model.state import EBPF
 from tests.containerd.mesh import configuration, mesh_pod
 from tests.containerd.node import SUBNETS_DUAL, Node, Pod, containerd_node
 from tests.support.agent import Agent, running, wait_for
+from tests.support.ebpf import built
 
 
 @pytest.fixture
@@ -101,3 +104,23 @@ def test_pod_that_nobody_can_be_asked_about_is_refused_in_words(
 def source_of(agent: Agent, name: str) -> object:
     pod = agent.pod(name)
     return pod and pod["source"]
+
+
+def test_pods_captured_by_ebpf_come_and_go(node: Node, tmp_path: Path) -> None:
+    built()
+    with running(tmp_path, backend=EBPF, **configuration(node)) as agent:
+        pods = [mesh_pod(node, f"web{number}") for number in range(3)]
+        wait_for(lambda: {agent.state(pod.name) for pod in pods} == {"in-sync"})
+        for pod in pods:
+            found = agent.pod(pod.name)
+            assert found is not None
+            assert found["backend"] == EBPF
+            assert not captured(node, pod)  # by rules
+        assert len(list((bpf_pins.base() / "pods").iterdir())) == len(pods)
+        for pod in pods[1:]:
+            node.remove_pod(pod)
+        again = mesh_pod(node, "again")
+        wait_for(lambda: len(list((bpf_pins.base() / "pods").iterdir())) == 2)
+        assert agent.pod("web0") is not None
+        wait_for(lambda: agent.state("again") == "in-sync")
+        node.remove_pod(again)

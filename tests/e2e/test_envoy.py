@@ -7,25 +7,35 @@ own counters moved; the two must agree.
 
 import concurrent.futures
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Self
 
 import pytest
 
+from agent.capture.apply import apply, remove
+from agent.kernel import bpf_pins
+from agent.kernel.netns import Netns
 from agent.model import numbers
+from agent.model.settings import parse
+from agent.model.state import EBPF
 from tests.support import envoy
 from tests.support.calls import Answer
+from tests.support.ebpf import built
 from tests.support.envoy import INBOUND, OUTBOUND, Counters
+from tests.support.netns import inside
 from tests.support.pod import APP_PORT, APP_UID, OUTSIDE_PORT, PEER, POD, STRANGER, Pod
 
 BACKENDS = ("iptables-legacy", "iptables-nft", "nftables")
 REPLACEMENTS = tuple(pairwise((*BACKENDS, BACKENDS[0])))
 OTHER_SETTINGS = ("--istio-service-exclude-cidr", "192.0.2.0/24,2001:db8::/32")
 MODES = ("REDIRECT", "TPROXY")
+CONFIGURATIONS = (*((mode, backend) for mode in MODES for backend in BACKENDS), ("REDIRECT", EBPF))
 
 # 250 per direction and family: 1,000 requests a configuration.
 REQUESTS = 250
@@ -50,12 +60,14 @@ both_families = pytest.mark.parametrize("version", [4, 6], ids=["ipv4", "ipv6"])
 
 @pytest.fixture(
     scope="module",
-    params=[(mode, backend) for mode in MODES for backend in BACKENDS],
-    ids=lambda mode_and_backend: "-".join(mode_and_backend),
+    params=CONFIGURATIONS,
+    ids="-".join,
 )
 def captured(request: pytest.FixtureRequest) -> Iterator[Pod]:
     """A pod under capture, for all tests of one mode and backend."""
     mode, backend = request.param
+    if backend == EBPF:
+        built()
     with Pod(mode=mode) as pod:
         pod.capture(backend)
         yield pod
@@ -243,8 +255,10 @@ def test_tproxy_can_show_the_app_its_clients_own_address(backend: str) -> None:
             assert moved.counters() == IN_ONCE
 
 
-@pytest.mark.parametrize(("backend", "other"), REPLACEMENTS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "backend", "other"),
+    [*((mode, *pair) for mode in MODES for pair in REPLACEMENTS), ("REDIRECT", EBPF, EBPF)],
+)
 def test_no_request_escapes_or_is_lost_while_the_capture_is_replaced(
     mode: str, backend: str, other: str
 ) -> None:
@@ -292,8 +306,7 @@ class Traffic:
                 self.inbound += self._pod.call_from_peer(POD[version], APP_PORT, count=BATCH)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "backend"), CONFIGURATIONS)
 def test_after_removal_requests_take_the_direct_way_again(mode: str, backend: str) -> None:
     with Pod(mode=mode) as pod:
         before = pod.snapshot()
@@ -316,3 +329,53 @@ def without_empty_tables(snapshot: dict[str, str]) -> dict[str, str]:
         key: EMPTY_TABLE.sub("", text) if key.startswith("legacy") else text
         for key, text in snapshot.items()
     }
+
+
+def test_no_connection_is_lost_or_misled_while_ebpf_programs_are_exchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twenty other builds of the programs, one after the other, as an upgrade of the agent does."""
+    built()
+    settings = parse(
+        {"inbound_ports_include": "*", "outbound_ip_ranges_include": "*", "enable_ipv6": True}
+    )
+    with Pod() as pod, Netns.open(pod.target) as opened:
+        apply(opened, settings, backend=EBPF)
+        moved = Moved(pod)
+        with Traffic(pod) as traffic:
+            for number in range(20):
+                monkeypatch.setattr(bpf_pins, "build", lambda n=number: bytes([n]) * 20)
+                assert apply(opened, settings, backend=EBPF).changed
+        counters = moved.counters()
+        assert counters.outbound_connections == counters.outbound_requests
+        assert counters.inbound_connections == counters.inbound_requests
+        assert counters.outbound_requests == len(traffic.outbound) > REQUESTS
+        assert counters.inbound_requests == len(traffic.inbound) > REQUESTS
+        assert set(summary(traffic.outbound)) == {
+            ("outside", POD[version], (OUTBOUND,)) for version in (4, 6)
+        }
+        assert set(summary(traffic.inbound)) == {
+            ("app", PASSTHROUGH[version], (INBOUND,)) for version in (4, 6)
+        }
+        remove(opened)
+
+
+@pytest.mark.parametrize("backend", ["nftables", EBPF])
+@both_families
+def test_names_are_answered_by_envoy(backend: str, version: int, tmp_path: Path) -> None:
+    """Whichever name server the pod has, and as if that had answered."""
+    server = {4: "198.51.100.53", 6: "2001:db8::53"}[version]
+    file = tmp_path / "resolv.conf"
+    file.write_text(f"nameserver {server}\noptions timeout:5 attempts:1\n")
+    with Pod() as pod:
+        pod.capture(backend, "--redirect-dns", "--capture-all-dns")
+        script = f'mount --bind {file} /etc/resolv.conf && exec {sys.executable} -I -S -c "$0"'
+        found = inside(pod.namespace, "unshare", "--mount", "sh", "-c", script, LOOK_UP)
+        assert found.split() == list(envoy.DNS_ADDRESSES)
+
+
+LOOK_UP = f"""
+import os, socket, encodings.idna  # loaded while the files may be read
+os.setgid({APP_UID}); os.setuid({APP_UID})
+print(*sorted({{found[4][0] for found in socket.getaddrinfo("{envoy.DNS_NAME}", 80)}}))
+"""

@@ -22,10 +22,12 @@ from agent.kernel import netns
 from agent.model.plan import CapturePlan, LocalRoute, LoopbackAddress, PolicyRule, Route, plan
 from agent.model.ruleset import BUILTIN_CHAINS, Family
 from agent.model.settings import parse
+from agent.model.state import EBPF
 from tests.support.behaviour import Program, Raw
+from tests.support.ebpf import built
 from tests.support.netns import inside, path_of, run
 
-BACKENDS = ("iptables-legacy", "iptables-nft", "nftables")
+WITH_RULES = ("iptables-legacy", "iptables-nft", "nftables")
 ROOT = Path(__file__).parents[2]
 TABLE = "intercept"
 STATE = "INTERCEPT_STATE_DIR"
@@ -165,8 +167,11 @@ PROGRAMS: Mapping[str, Callable[[str], Program]] = {
 }
 # Read now: the tests run without such variables.
 CHOSEN = os.environ.get("INTERCEPT_BEHAVIOUR_PROGRAM", "applied")
+BACKENDS = WITH_RULES if CHOSEN == "direct" else (*WITH_RULES, EBPF)
 
 
 def program(backend: str) -> Program:
     """Return how the tests program a backend; INTERCEPT_BEHAVIOUR_PROGRAM names another way."""
+    if backend == EBPF:
+        built()
     return PROGRAMS[CHOSEN](backend)

@@ -27,6 +27,10 @@ SELF_V6 = "self-v6.example"
 PASSTHROUGH_V4 = numbers.PASSTHROUGH_V4.partition("/")[0]
 PASSTHROUGH_V6 = numbers.PASSTHROUGH_V6.partition("/")[0]
 
+# What its DNS server answers with.
+DNS_NAME = "only.in.the.mesh.example"
+DNS_ADDRESSES = ("192.0.2.7", "2001:db8::7")
+
 COUNTED = re.compile(
     rf"listener\.(?P<listener>{OUTBOUND}|{INBOUND})\.downstream_cx_total"
     rf"|http\.(?P<manager>{OUTBOUND}|{INBOUND})\.downstream_rq_2xx"
@@ -115,6 +119,7 @@ def config(spec: ProxySpec) -> str:
             transparent=spec.transparent,
         ),
         _listener("health", numbers.HEALTH_PORT, routes=[_healthy()], listener_filters=[]),
+        *(_dns(host) for host in ("127.0.0.1", "::1")),
     ]
     clusters = [
         _passthrough("passthrough_out"),
@@ -162,6 +167,29 @@ def _listener(
         "transparent": transparent,
         "listener_filters": listener_filters,
         "filter_chains": [{"filters": [_http(name, routes)]}],
+    }
+
+
+def _dns(host: str) -> Json:
+    """Return a DNS server that knows one name."""
+    known = {"name": DNS_NAME, "endpoint": {"address_list": {"address": list(DNS_ADDRESSES)}}}
+    return {
+        "name": f"dns-{host}",
+        "address": {
+            "socket_address": _address(host, numbers.DNS_PROXY_PORT)["socket_address"]
+            | {"protocol": "UDP"}
+        },
+        "udp_listener_config": {},
+        "listener_filters": [
+            {
+                "name": "envoy.filters.udp.dns_filter",
+                "typed_config": _typed(
+                    "envoy.extensions.filters.udp.dns_filter.v3.DnsFilterConfig",
+                    stat_prefix="dns",
+                    server_config={"inline_dns_table": {"virtual_domains": [known]}},
+                ),
+            }
+        ],
     }
 
 

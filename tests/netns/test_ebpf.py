@@ -1,0 +1,619 @@
+"""The eBPF backend: what it loads and takes away, what it notices, and what cannot undo it.
+
+What it does to connections is compared with the other backends in test_behaviour.
+"""
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from agent.backends import ebpf
+from agent.backends.session import reading
+from agent.capture.apply import Result, apply, remove
+from agent.capture.check import Report, check
+from agent.capture.observe import observe
+from agent.capture.probing.probe import probe
+from agent.explain.render import summary
+from agent.explain.trace import trace
+from agent.kernel import bpf, bpf_loader, bpf_pins
+from agent.kernel.netns import Netns
+from agent.kernel.topology import read_host
+from agent.model.enrolment import LAYOUT
+from agent.model.errors import EnvironmentLacks, InvalidSettings, RolledBack, StateUnreadable
+from agent.model.packet import Packet
+from agent.model.settings import parse
+from agent.model.state import EBPF
+from tests.support.agent import RESULT, running, wait_for
+from tests.support.capturing import EVERYTHING, STATE_DIR, TPROXY, Raw
+from tests.support.ebpf import built, own_pins
+from tests.support.escape import DIRECT, Lab, lab
+from tests.support.netns import inside, namespace, path_of, run, snapshot
+
+pytestmark = pytest.mark.netns
+
+KILLS = int(os.environ.get("INTERCEPT_EBPF_KILLS", "8"))
+DETACH = 34  # BPF_LINK_DETACH
+CONNECT4 = 10  # BPF_CGROUP_INET4_CONNECT
+RULES = ("nftables", "iptables-nft", "iptables-legacy")
+
+
+@pytest.fixture(autouse=True)
+def own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs, pins and records of this test alone."""
+    built()
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
+    with own_pins(tmp_path) as pins:
+        monkeypatch.setenv("INTERCEPT_BPF_DIR", str(pins / "bpf"))
+        (pins / "bpf").mkdir()
+        with own_pins(pins / "bpf"):
+            yield
+
+
+def capture(name: str, raw: Raw = EVERYTHING, backend: str = EBPF) -> Result:
+    with Netns.open(path_of(name)) as opened:
+        return apply(opened, parse(raw), backend=backend)
+
+
+def release(name: str) -> Result:
+    with Netns.open(path_of(name)) as opened:
+        return remove(opened)
+
+
+def checked(name: str, raw: Raw = EVERYTHING, backend: str = EBPF) -> Report:
+    with Netns.open(path_of(name)) as opened:
+        return check(opened, parse(raw), backend=backend)
+
+
+def found_wrong(name: str, raw: Raw = EVERYTHING) -> list[str]:
+    return [difference.text for difference in checked(name, raw).differences]
+
+
+def pinned() -> set[str]:
+    base = bpf_pins.base()
+    return {str(path.relative_to(base)) for path in base.rglob("*")} if base.exists() else set()
+
+
+def cookie(name: str) -> int:
+    with Netns.open(path_of(name)) as opened:
+        found = opened.cookie()
+    assert found is not None
+    return found
+
+
+# --- what is loaded and what is left --------------------------------------------------------------
+
+
+def test_capture_is_complete_and_loads_no_rules(netns: str) -> None:
+    before = snapshot(netns)
+    done = capture(netns)
+    assert (done.backend, done.changed) == (EBPF, True)
+    assert checked(netns).in_sync
+    after = snapshot(netns)
+    assert {key for key in before if before[key] != after[key]} == {"addresses", "routes6"}
+
+
+def test_applying_again_writes_nothing(netns: str) -> None:
+    capture(netns)
+    assert not capture(netns).changed
+    assert not capture(netns, backend="auto").changed
+
+
+def test_removal_of_the_last_leaves_nothing_at_all(netns: str) -> None:
+    before = snapshot(netns)
+    with namespace("other") as other:
+        capture(netns)
+        capture(other)
+        release(netns)
+        assert checked(other).in_sync
+        release(other)
+    assert pinned() == set()
+    assert snapshot(netns) == before
+
+
+def test_two_hundred_come_and_go() -> None:
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(namespace(f"many{n}")) for n in range(20)]
+        for _ in range(10):
+            for name in names:
+                capture(name)
+            assert len(list((bpf_pins.base() / "pods").iterdir())) == len(names)
+            for name in names:
+                release(name)
+            assert pinned() == set()
+
+
+def test_what_a_namespace_that_is_gone_left_goes_with_the_next_change(netns: str) -> None:
+    with namespace("gone") as other:
+        capture(other)
+        old = cookie(other)
+        capture(netns)
+    deadline = time.monotonic() + 10
+    while str(old) in os.listdir(bpf_pins.base() / "pods"):
+        assert time.monotonic() < deadline, "it stays"
+        capture(netns, {**EVERYTHING, "outbound_ports_exclude": str(random.randint(1, 9999))})
+        time.sleep(0.05)
+    with bpf.Map.at(bpf_pins.base() / "maps" / "captures") as captures:
+        assert list(captures.keys()) == [ebpf.COOKIE.pack(cookie(netns))]
+
+
+def test_dry_run_writes_nothing(netns: str) -> None:
+    with Netns.open(path_of(netns)) as opened:
+        done = apply(opened, parse(EVERYTHING), backend=EBPF, dry_run=True)
+    assert any("enrol" in step for step in done.steps)
+    assert pinned() == set()
+
+
+def test_host_is_refused_whoever_asks() -> None:
+    with Netns.open("/proc/self/ns/net") as host, pytest.raises(RolledBack, match="node's own"):
+        apply(host, parse({**EVERYTHING, "enable_ipv6": False}), backend=EBPF)
+    assert not (bpf_pins.base() / "pods").exists() or not pinned() & {"pods/"}
+
+
+def test_cgroup2_is_found_or_mounted_for_the_moment(
+    netns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bpf_pins, "cgroup_root", lambda: None)
+    capture(netns)
+    assert checked(netns).in_sync
+
+
+def test_without_the_programs_the_reason_is_said(
+    netns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bpf_pins, "OBJECTS", tmp_path)
+    with pytest.raises(EnvironmentLacks, match="install clang"):
+        capture(netns)
+    assert capture(netns, backend="auto").backend == "nftables"
+
+
+# --- settings that it cannot honour ---------------------------------------------------------------
+
+
+def test_refused_settings_touch_nothing_and_auto_takes_another(netns: str) -> None:
+    capture(netns)
+    with pytest.raises(InvalidSettings, match="inbound_interception_mode"):
+        capture(netns, TPROXY)
+    assert checked(netns).in_sync
+    done = capture(netns, TPROXY, backend="auto")
+    assert done.backend == "nftables"
+    assert any("nftables takes the place of ebpf: inbound_intercep" in w for w in done.warnings)
+    assert pinned() == set()
+
+
+# --- what is noticed and put right ----------------------------------------------------------------
+
+
+def detach(pin: Path) -> None:
+    fd = bpf.get(pin)
+    bpf._bpf(DETACH, fd.to_bytes(4, sys.byteorder))
+    os.close(fd)
+
+
+def spoil_settings(name: str) -> None:
+    with bpf.Map.at(bpf_pins.base() / "maps" / "captures") as captures:
+        key = ebpf.COOKIE.pack(cookie(name))
+        entry = captures.lookup(key)
+        assert entry is not None
+        captures.update(key, entry[:4] + (16001).to_bytes(2, sys.byteorder) + entry[6:])
+
+
+DRIFT: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "a hook is detached": (
+        lambda name: detach(bpf_pins.base() / "links" / "connect4"),
+        "connect4 was detached from the root of cgroup2",
+    ),
+    "a hook's pin is gone": (
+        lambda name: (bpf_pins.base() / "links" / "recvmsg6").unlink(),
+        "recvmsg6 is not attached",
+    ),
+    "the namespace's program is detached": (
+        lambda name: detach(bpf_pins.base() / "pods" / str(cookie(name))),
+        "the program for inbound connections was detached",
+    ),
+    "the namespace's pin is gone": (
+        lambda name: (bpf_pins.base() / "pods" / str(cookie(name))).unlink(),
+        "the program for inbound connections is not attached",
+    ),
+    "a setting is another": (
+        spoil_settings,
+        "proxy_port: 16001 is loaded, and not 15001",
+    ),
+    "an address is new": (
+        lambda name: inside(name, "ip", "addr", "add", "10.3.3.3/32", "dev", "lo"),
+        "the programs do not know that 10.3.3.3/32 is an address of the namespace, from 10.3.3.3",
+    ),
+}
+
+
+@pytest.mark.parametrize("about", DRIFT)
+def test_drift_is_named_and_put_right(netns: str, about: str) -> None:
+    spoil, sentence = DRIFT[about]
+    capture(netns)
+    spoil(netns)
+    assert sentence in found_wrong(netns)
+    assert capture(netns).changed
+    assert found_wrong(netns) == []
+
+
+def test_a_missing_entry_is_no_capture(netns: str) -> None:
+    capture(netns)
+    with bpf.Map.at(bpf_pins.base() / "maps" / "captures") as captures:
+        captures.delete(ebpf.COOKIE.pack(cookie(netns)))
+    assert "the namespace is not enrolled" in found_wrong(netns)
+    capture(netns)
+    assert found_wrong(netns) == []
+    release(netns)
+    assert pinned() == set()
+
+
+def test_layout_of_another_version_is_not_touched(netns: str) -> None:
+    capture(netns)
+    with bpf.Map.at(bpf_pins.base() / "maps" / "about") as about:
+        about.update(bytes(4), (LAYOUT + 1).to_bytes(4, sys.byteorder) + bytes(20))
+    before = pinned()
+    with pytest.raises(StateUnreadable, match=r"another version of the agent \(layout 2"):
+        capture(netns)
+    with namespace("other") as other:
+        done = capture(other, backend="nftables")
+        assert any("another version" in warning for warning in done.warnings)
+    assert pinned() == before
+
+
+# --- no moment without a capture ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pod_and_peer() -> Iterator[Lab]:
+    with lab("ebpf") as made:
+        yield made
+
+
+@pytest.fixture
+def pod(pod_and_peer: Lab) -> Iterator[Lab]:
+    yield pod_and_peer
+    release(pod_and_peer.pod)
+
+
+def test_nothing_escapes_while_backends_take_turns(pod: Lab) -> None:
+    capture(pod.pod)
+    before = pod.direct()
+    pod.flood()
+    try:
+        for backend in (*RULES, EBPF, *RULES):
+            capture(pod.pod, backend=backend)
+            capture(pod.pod, {**EVERYTHING, "proxy_port": 15101}, backend=EBPF)
+            capture(pod.pod, {**EVERYTHING, "inbound_capture_port": 15106}, backend=EBPF)
+    finally:
+        seen = pod.stop()
+    assert pod.direct() == before
+    assert not {who for who in seen if who in DIRECT}
+    assert sum(count for who, count in seen.items() if who.startswith("proxy-")) > 100
+
+
+def test_programs_are_exchanged_under_connections(
+    pod: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other builds, one after the other: no connection is refused, none goes past the proxy."""
+    capture(pod.pod)
+    assert pod.hold() == ("proxy-15001", "proxy-15001", "proxy-15006", "proxy-15006")
+    before = pod.direct()
+    pod.flood()
+    for number in range(8):
+        monkeypatch.setattr(bpf_pins, "build", lambda n=number: bytes([n]) * 20)
+        assert "the programs are not those of this version of the agent" in found_wrong(pod.pod)
+        assert capture(pod.pod).changed
+        assert found_wrong(pod.pod) == []
+    seen = pod.stop()
+    assert pod.direct() == before
+    # The clients wait for 0.15 seconds, which is short where the machine is emulated or busy.
+    assert set(seen) - {"timeout"} == {"proxy-15001", "proxy-15006"}, seen
+    assert set(pod.ping()) == {"alive"}
+    pod.release()
+
+
+def test_a_killed_run_leaves_it_captured_or_as_it_was(pod: Lab) -> None:
+    captured = ("proxy-15001", "proxy-15001", "proxy-15006", "proxy-15006")
+    free = ("service", "service", "app", "app")
+    chance = random.Random(1)
+    for number in range(KILLS):
+        enrolled = number % 2 == 0
+        run_killed("apply" if enrolled else "remove", pod.pod, chance.uniform(0.15, 1.0))
+        assert pod.dial() in (captured, free)
+        if enrolled:
+            capture(pod.pod)
+            assert found_wrong(pod.pod) == []
+            assert pod.dial() == captured
+        else:
+            release(pod.pod)
+            assert pinned() == set()
+            assert pod.dial() == free
+
+
+def run_killed(command: str, name: str, after_s: float) -> None:
+    """Run a command of the agent and kill it, and what it started, after some time."""
+    arguments = [command, "--netns", name]
+    if command == "apply":
+        arguments += ["--backend", EBPF, "-i", "*", "-b", "*", "-d", "", "--enable-ipv6", "true"]
+    start = "import sys; from agent.cli.main import main; sys.exit(main())"
+    child = subprocess.Popen(
+        [sys.executable, "-c", start, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(after_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+# --- what a process in the pod cannot do ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("port", [15001, 15006])
+def test_only_the_proxy_may_take_its_ports(netns: str, port: int) -> None:
+    capture(netns)
+    assert bind_as(netns, 1000, port) == errno.EPERM
+    assert bind_as(netns, 0, port) == errno.EPERM
+    assert bind_as(netns, 1337, port) == 0
+    assert bind_as(netns, 1000, 15020) == 0
+    release(netns)
+    assert bind_as(netns, 1000, port) == 0
+
+
+BIND = """
+import os, socket
+os.setgid({uid}); os.setuid({uid})
+made = socket.socket()
+made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+try:
+    made.bind(("0.0.0.0", {port})); print(0)
+except OSError as error:
+    print(error.errno)
+"""
+
+
+def bind_as(name: str, uid: int, port: int) -> int:
+    code = BIND.format(uid=uid, port=port)
+    return int(inside(name, sys.executable, "-I", "-S", "-c", code))
+
+
+def test_flushing_every_rule_changes_nothing(pod: Lab) -> None:
+    capture(pod.pod)
+    inside(pod.pod, "nft", "flush", "ruleset")
+    for tool in ("iptables-legacy", "ip6tables-legacy"):
+        inside(pod.pod, tool, "-t", "nat", "-F")
+    assert pod.dial() == ("proxy-15001", "proxy-15001", "proxy-15006", "proxy-15006")
+    assert checked(pod.pod).in_sync
+
+
+# --- trace ----------------------------------------------------------------------------------------
+
+
+def test_trace_says_what_the_programs_do(pod: Lab) -> None:
+    capture(pod.pod, {**EVERYTHING, "outbound_ports_exclude": "443"})
+    with Netns.open(path_of(pod.pod)) as opened, reading(opened) as session:
+        state, host = observe(session), read_host(opened)
+
+    def said(to: str, port: int, uid: int | None = 1000) -> str:
+        sent = Packet(
+            protocol="tcp",
+            destination=ipaddress.ip_address(to),
+            dport=port,
+            uid=uid,
+            gid=uid,
+            source=ipaddress.ip_address("10.79.0.1") if uid is None else None,
+        )
+        return summary(trace(state, host, sent, inbound=uid is None))
+
+    assert said("10.79.0.1", 8000) == (
+        "TCP to 10.79.0.1:8000 from uid 1000 is redirected to port 15001 by the eBPF program "
+        "connect4 (outbound_ip_ranges_include)."
+    )
+    assert said("fd00:79::1", 443).endswith(
+        "is not redirected: the eBPF program connect6 (outbound_ports_exclude) exempts it."
+    )
+    assert said("10.79.0.2", 8080, 1337).endswith(
+        "is redirected to port 15006 by the eBPF program connect4 (proxy_uid)."
+    )
+    assert said("10.79.0.2", 8080, None) == (
+        "TCP to 10.79.0.2:8080 from 10.79.0.1 is redirected to port 15006 by the eBPF program "
+        "inbound (inbound_ports_include)."
+    )
+
+
+# --- probe ----------------------------------------------------------------------------------------
+
+
+def outcomes(name: str, raw: Raw) -> dict[str, str]:
+    with Netns.open(path_of(name)) as opened:
+        return {result.name: result.outcome.value for result in probe(opened, parse(raw))}
+
+
+def test_probe_proves_it_with_and_without_a_proxy(netns: str, pod: Lab) -> None:
+    raw = {**EVERYTHING, "redirect_dns": True, "capture_all_dns": True}
+    for name in (netns, pod.pod):
+        capture(name, raw)
+        found = outcomes(name, raw)
+        assert set(found.values()) == {"ok"}, found
+        for kind in ("outbound", "inbound", "dns"):
+            assert {f"{kind} ipv4", f"{kind} ipv4 tcp"} & found.keys(), found
+
+
+@pytest.mark.parametrize(
+    ("hook", "lost"), [("links/connect6", "outbound ipv6"), ("links/original_dst", "outbound ipv4")]
+)
+def test_probe_tells_which_way_is_open(netns: str, hook: str, lost: str) -> None:
+    capture(netns)
+    detach(bpf_pins.base() / hook)
+    found = outcomes(netns, EVERYTHING)
+    assert found[lost] == "failed", found
+
+
+def test_probe_tells_when_nothing_arrives(netns: str) -> None:
+    capture(netns)
+    detach(bpf_pins.base() / "pods" / str(cookie(netns)))
+    found = outcomes(netns, EVERYTHING)
+    assert {name for name, outcome in found.items() if outcome == "failed"} == {
+        "inbound ipv4",
+        "inbound ipv6",
+    }
+
+
+# --- the daemon -----------------------------------------------------------------------------------
+
+
+def test_daemon_captures_keeps_and_repairs(tmp_path: Path, netns: str) -> None:
+    with running(tmp_path, backend=EBPF) as agent:
+        assert agent.cni("ADD", netns) == (0, RESULT)
+        assert agent.cni("CHECK", netns) == (0, None)
+        wait_for(lambda: agent.state("web") == "in-sync")
+        pod = agent.pod("web")
+        assert pod is not None
+        assert pod["backend"] == EBPF
+        assert inside(netns, "nft", "list", "ruleset") == ""
+        detach(bpf_pins.base() / "links" / "connect4")
+        assert agent.cni("CHECK", netns)[0] == 1
+        assert agent.cni("ADD", netns) == (0, RESULT)
+        assert agent.cni("CHECK", netns) == (0, None)
+        before = pinned()
+        agent.stop(signal.SIGKILL)
+        assert pinned() == before
+        agent.start()
+        wait_for(lambda: agent.state("web") == "in-sync")
+        assert agent.kinds() == []
+        inside(netns, "ip", "addr", "add", "10.4.4.4/32", "dev", "lo")
+        inside(netns, "ip", "route", "add", "10.5.0.0/16", "dev", "lo")
+        wait_for(lambda: "drift-repaired" in agent.kinds())
+        assert agent.cni("CHECK", netns) == (0, None)
+
+
+# --- a user namespace -----------------------------------------------------------------------------
+
+
+STRANGER = """
+import ctypes
+if ctypes.CDLL(None).unshare(0x10000000 | 0x40000000):  # a user and a network namespace
+    raise SystemExit("unshare")
+print("ready", flush=True)
+input()
+"""
+BIND_THERE = """
+import ctypes, os
+for kind in {kinds}:
+    if ctypes.CDLL(None).setns(os.open("/proc/{pid}/ns/" + kind, os.O_RDONLY), 0):
+        raise SystemExit("setns")
+"""
+
+
+@pytest.fixture
+def strange() -> Iterator[int]:
+    """A process in a network namespace of a user namespace whose ids begin at 100000."""
+    command = (sys.executable, "-I", "-S", "-c", STRANGER)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for name in ("uid_map", "gid_map"):
+            Path(f"/proc/{process.pid}/{name}").write_text("0 100000 65536")
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_ids_are_those_of_the_pods_own_user_namespace(strange: int) -> None:
+    def bind(uid: int, *kinds: str) -> int:
+        enter = BIND_THERE.format(kinds=kinds, pid=strange)
+        code = f"import socket\n{enter}{BIND.format(uid=uid, port=15001)}"
+        return int(run(sys.executable, "-I", "-S", "-c", code))
+
+    with Netns.open(f"/proc/{strange}/ns/net") as opened:
+        settings = parse({**EVERYTHING, "enable_ipv6": False})
+        apply(opened, settings, backend=EBPF)
+        assert check(opened, settings).in_sync
+        assert bind(1337, "user", "net") == 0
+        assert bind(1000, "user", "net") == errno.EPERM
+        assert bind(0, "user", "net") == errno.EPERM
+        assert bind(1337, "net") == errno.EPERM  # another user, with the same number on the node
+        assert bind(101337, "net") == 0
+        remove(opened)
+    assert pinned() == set()
+
+
+# --- a proxy that listens already -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["by the iterator", "by its descriptor"])
+def test_a_proxy_that_listens_already_is_found(
+    pod: Lab, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The iterator needs the kernel's type information; without it the socket is borrowed."""
+    if how == "by its descriptor":
+        monkeypatch.setattr(bpf_pins, "load", load_without_iterator(bpf_pins.load))
+    capture(pod.pod)
+    assert (bpf_pins.base() / "adopt").exists() is (how == "by the iterator")
+    assert found_wrong(pod.pod) == []
+    assert pod.dial() == ("proxy-15001", "proxy-15001", "proxy-15006", "proxy-15006")
+
+
+def load_without_iterator(load: Callable[[], None]) -> Callable[[], None]:
+    def loaded() -> None:
+        load()
+        (bpf_pins.base() / "adopt").unlink()
+
+    return loaded
+
+
+# --- others' programs -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def load_balancer(flags: int) -> Iterator[None]:
+    """Attach somebody's program to connect4 that does nothing."""
+    code = struct.pack("<BBhiBBhi", 0xB7, 0, 0, 1, 0x95, 0, 0, 0)  # r0 = 1; exit
+    held, words = ctypes.create_string_buffer(code, 16), ctypes.create_string_buffer(b"GPL")
+    loading = struct.pack("=IIQQ", 18, 2, ctypes.addressof(held), ctypes.addressof(words))
+    loading += struct.pack("=IIQII16sII", 0, 0, 0, 0, 0, b"other_lb", 0, CONNECT4)
+    program = bpf._bpf(bpf.PROG_LOAD, loading)[0]
+    root = bpf_pins.cgroup_root()
+    assert root is not None
+    target = os.open(root, os.O_RDONLY)
+    link = bpf._bpf(bpf.LINK_CREATE, struct.pack("=IIII", program, target, CONNECT4, flags))[0]
+    try:
+        yield
+    finally:
+        for fd in (link, target, program):
+            os.close(fd)
+
+
+PREORDER = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 15)
+
+
+def test_a_program_that_runs_first_is_named(netns: str) -> None:
+    with load_balancer(bpf_loader.BPF_F_PREORDER if PREORDER else 0):
+        capture(netns)
+        (sentence,) = checked(netns).foreign
+        assert sentence.startswith("cgroup connect4: the program other_lb (id ")
+        assert not checked(netns).differences
+    assert checked(netns).in_sync
+
+
+def test_a_program_that_was_there_before_runs_after(netns: str) -> None:
+    """On kernels that can be asked for it (6.15); on others it is named, too."""
+    with load_balancer(0):
+        capture(netns)
+        assert bool(checked(netns).foreign) is not PREORDER

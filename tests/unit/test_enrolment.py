@@ -1,0 +1,146 @@
+"""What the eBPF programs decide is what the rules decide, and which settings are not theirs."""
+
+import ipaddress
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from agent.explain.walk import Layer, walk
+from agent.formats.bpf_capture import SIZE, decode, encode
+from agent.formats.iptables_save import parse as parse_rules
+from agent.formats.iptables_save import render
+from agent.model.enrolment import IdRange, Place, Site, effective, refusals, verdict
+from agent.model.host import Host, Interface, Route
+from agent.model.packet import Kind, Packet
+from agent.model.plan import plan
+from agent.model.settings import Settings, parse
+from tests.support.behaviour_cast import CREDENTIALS, HOSTS, PROBES, Probe
+from tests.support.behaviour_settings import random_settings
+
+NOT_THEIRS = {
+    "inbound_interception_mode": "TPROXY",
+    "exclude_interfaces": "net1",
+    "reroute_virtual_interfaces": "net1",
+    "drop_invalid": True,
+}
+
+POD = Host(
+    interfaces=(
+        Interface("lo", (ipaddress.ip_interface("::6/128"),)),
+        Interface(
+            "eth0",
+            (ipaddress.ip_interface("10.77.0.2/24"), ipaddress.ip_interface("fd77::2/64")),
+        ),
+        Interface(
+            "net1",
+            (ipaddress.ip_interface("10.78.0.2/24"), ipaddress.ip_interface("fd78::2/64")),
+        ),
+    ),
+    routes=(
+        Route(ipaddress.ip_network("0.0.0.0/0"), "eth0"),
+        Route(ipaddress.ip_network("::/0"), "eth0"),
+    ),
+)
+
+
+def honoured(number: int) -> Settings:
+    """Return random settings less those that eBPF refuses."""
+    raw = random_settings(Random(number))
+    return parse({key: value for key, value in raw.items() if key not in NOT_THEIRS})
+
+
+def packet_of(probe: Probe) -> tuple[Packet, bool]:
+    inbound = probe.sender in ("peer", "vm")
+    to = ipaddress.ip_address(probe.host)
+    owner = None if inbound else CREDENTIALS[probe.sender]
+    source = probe.source
+    if inbound:
+        source = HOSTS[f"{probe.sender}{to.version}"]
+    packet = Packet(
+        protocol=probe.proto,
+        destination=to,
+        dport=probe.port,
+        source=ipaddress.ip_address(source) if source else None,
+        uid=owner and owner.uid,
+        gid=owner and owner.gid,
+        in_interface={"peer": "eth0", "vm": "net1"}[probe.sender] if inbound else "",
+        out_interface="" if inbound else ("lo" if POD.is_local(to) else "eth0"),
+    )
+    return packet, inbound
+
+
+def layers_of(settings: Settings) -> list[Layer]:
+    return [
+        Layer("iptables-nft", parse_rules(render(ruleset), family))
+        for family, ruleset in plan(settings).rulesets.items()
+    ]
+
+
+def by_rules(layers: Sequence[Layer], packet: Packet, *, inbound: bool) -> str:
+    found = walk(layers, packet, POD, inbound=inbound).verdict
+    # An ACCEPT or RETURN exempts as much as no rule at all.
+    return f"{found.port}" if found.kind is Kind.REDIRECT else "left alone"
+
+
+def by_programs(settings: Settings, packet: Packet, *, inbound: bool) -> str:
+    found = verdict(settings, packet, inbound=inbound).verdict
+    return f"{found.port}" if found.kind is Kind.REDIRECT else "left alone"
+
+
+def forwarded(probe: Probe) -> bool:
+    """Whether a probe only passes through the pod, where no program is asked."""
+    inbound = probe.sender in ("peer", "vm")
+    return inbound and not POD.is_local(ipaddress.ip_address(probe.host))
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_programs_decide_as_the_rules_do(number: int) -> None:
+    settings = honoured(number)
+    chosen = Random(number).sample([p for p in PROBES if not forwarded(p)], 40)
+    layers = layers_of(settings)
+    wrong = {}
+    for probe in chosen:
+        packet, inbound = packet_of(probe)
+        rules = by_rules(layers, packet, inbound=inbound)
+        programs = by_programs(settings, packet, inbound=inbound)
+        if rules != programs:
+            wrong[probe.name] = (rules, programs)
+        # What the programs are told is as good as what the user said.
+        assert by_programs(effective(settings), packet, inbound=inbound) == programs
+    assert wrong == {}, settings
+
+
+@pytest.mark.parametrize("key", NOT_THEIRS)
+def test_a_setting_that_only_packets_can_show_is_refused_by_name(key: str) -> None:
+    (sentence,) = refusals(parse({key: NOT_THEIRS[key]}))
+    assert sentence.startswith(f"{key}: ")
+
+
+def test_more_entries_than_the_programs_hold_are_refused() -> None:
+    ports = ",".join(str(port) for port in range(1, 66))
+    (sentence,) = refusals(parse({"outbound_ports_exclude": ports}))
+    assert sentence == "outbound_ports_exclude: 65 entries, and the programs hold 64"
+
+
+@pytest.mark.parametrize("number", range(200))
+def test_what_the_programs_are_told_can_be_read_back(number: int) -> None:
+    settings = effective(honoured(number))
+    places = (
+        Place(ipaddress.ip_network("10.0.0.2/32"), ipaddress.ip_address("10.0.0.2"), local=True),
+        Place(ipaddress.ip_network("fd00::/64"), None, local=False),
+    )
+    site = Site(places, users=IdRange(0, 100000, 65536))
+    assert decode(encode(settings, site)) == (settings, site)
+    assert effective(settings) == settings
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"\xff" * SIZE])
+def test_an_entry_that_nobody_wrote_is_refused(spoilt: bytes) -> None:
+    with pytest.raises(ValueError, match=r"entry of 0 bytes|items where there is room"):
+        decode(spoilt)
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_random_settings_without_those_are_honoured(number: int) -> None:
+    assert refusals(honoured(number)) == ()
