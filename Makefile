@@ -28,8 +28,9 @@ help: ## list the targets
 run: $(VENV)/installed ## show the agent at work, on a pod and on a node, both thrown away (root)
 	$(RUN) -m tests.e2e.demo
 
+# In two processes: most of a test's time goes into waiting for what others do.
 test: check ## run the checks and all tests; without root the netns tests are skipped
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses=2 --dist=loadfile
 	@[ "$$(id -u)" = 0 ] || echo 'The netns tests were skipped: they need root (sudo make test).'
 
 test-containerd: $(VENV)/installed ## run the tests of real pods on containerd 1.7 and 2.1, or on VERSION=... (root)
@@ -100,7 +101,7 @@ $(VENV)/locked: $(LOCKS) | system
 	$(RUN) -m pip uninstall --quiet --yes setuptools wheel
 	touch $@
 
-$(VENV)/installed: pyproject.toml hatch_build.py $(wildcard bpf/*) $(VENV)/locked
+$(VENV)/installed: pyproject.toml $(wildcard bpf/*) $(VENV)/locked
 	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
