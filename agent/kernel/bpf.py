@@ -29,7 +29,11 @@ QUERY_EFFECTIVE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _bpf(command: int, attributes: bytes) -> tuple[int, bytes]:
+def call(command: int, attributes: bytes) -> tuple[int, bytes]:
+    """Return what the call returned, and the attributes as the kernel left them.
+
+    Raises: OSError.
+    """
     number = SYSCALL.get(platform.machine())
     if number is None:
         raise OSError(errno.ENOSYS, f"bpf(2) has no known number on {platform.machine()}")
@@ -51,12 +55,12 @@ def _at(buffer: ctypes.Array[ctypes.c_char]) -> int:
 def get(path: str | os.PathLike[str]) -> int:
     """Open what is pinned at a path."""
     name = ctypes.create_string_buffer(os.fsencode(path))
-    return _bpf(OBJ_GET, struct.pack("=QII", _at(name), 0, 0))[0]
+    return call(OBJ_GET, struct.pack("=QII", _at(name), 0, 0))[0]
 
 
 def pin(fd: int, path: str | os.PathLike[str]) -> None:
     name = ctypes.create_string_buffer(os.fsencode(path))
-    _bpf(OBJ_PIN, struct.pack("=QII", _at(name), fd, 0))
+    call(OBJ_PIN, struct.pack("=QII", _at(name), fd, 0))
 
 
 # --- maps -----------------------------------------------------------------------------------------
@@ -75,7 +79,7 @@ class Map:
         """Open a pinned map."""
         fd = get(path)
         try:
-            _, _, key_bytes, value_bytes = struct.unpack_from("=IIII", _info(fd, 16))
+            _, _, key_bytes, value_bytes = struct.unpack_from("=IIII", info(fd, 16))
         except BaseException:
             os.close(fd)
             raise
@@ -123,7 +127,7 @@ class Map:
             start = 0 if key is None else _at(held)
             attributes = struct.pack("=I4xQQQ", self.fd, start, _at(following), 0)
             try:
-                _bpf(MAP_GET_NEXT_KEY, attributes)
+                call(MAP_GET_NEXT_KEY, attributes)
             except FileNotFoundError:
                 return
             key = following.raw
@@ -131,7 +135,7 @@ class Map:
 
     def _element(self, command: int, key: bytes, value: int) -> None:
         held = ctypes.create_string_buffer(key, self.key_bytes)
-        _bpf(command, struct.pack("=I4xQQQ", self.fd, _at(held), value, 0))
+        call(command, struct.pack("=I4xQQQ", self.fd, _at(held), value, 0))
 
 
 # --- programs and links ---------------------------------------------------------------------------
@@ -157,7 +161,7 @@ def load_sk_lookup(instructions: bytes, name: str) -> int:
         )
         said = (0, 0, 0) if log is None else (1, len(log), _at(log))
         tail = struct.pack("=IIQII16sII", *said, 0, 0, name.encode(), 0, ATTACH_SK_LOOKUP)
-        return _bpf(PROG_LOAD, head + tail)[0]
+        return call(PROG_LOAD, head + tail)[0]
 
     try:
         return attempt(None)
@@ -173,16 +177,16 @@ def load_sk_lookup(instructions: bytes, name: str) -> int:
 
 def link(program: int, target: int, kind: int) -> int:
     """Attach a program; it stays until the link is neither open nor pinned."""
-    return _bpf(LINK_CREATE, struct.pack("=IIII", program, target, kind, 0))[0]
+    return call(LINK_CREATE, struct.pack("=IIII", program, target, kind, 0))[0]
 
 
 def exchange(linked: int, program: int) -> None:
     """Put another program in the place of the one that a link holds, at once."""
-    _bpf(LINK_UPDATE, struct.pack("=IIII", linked, program, 0, 0))
+    call(LINK_UPDATE, struct.pack("=IIII", linked, program, 0, 0))
 
 
 def link_info(fd: int) -> LinkInfo:
-    raw = _info(fd, 32)
+    raw = info(fd, 32)
     # Both kinds begin with their target: the id of a cgroup has 64 bits, an inode here 32.
     kind, _, program = struct.unpack_from("=III", raw)
     form = "=Q" if kind == LINK_TYPE_CGROUP else "=I"
@@ -194,9 +198,9 @@ LINK_TYPE_CGROUP = 3
 
 def program_name(identity: int) -> str:
     """Return the name that a loaded program was given."""
-    fd = _bpf(PROG_GET_FD_BY_ID, struct.pack("=II", identity, 0))[0]
+    fd = call(PROG_GET_FD_BY_ID, struct.pack("=II", identity, 0))[0]
     try:
-        return _info(fd, 80)[64:80].rstrip(b"\0").decode(errors="replace")
+        return info(fd, 80)[64:80].rstrip(b"\0").decode(errors="replace")
     finally:
         os.close(fd)
 
@@ -207,12 +211,13 @@ def attached(target: int, kind: int) -> tuple[int, ...]:
     attributes = struct.pack(
         "=IIIIQI4x", target, kind, QUERY_EFFECTIVE, 0, ctypes.addressof(ids), MOST_PROGRAMS
     )
-    _, answer = _bpf(PROG_QUERY, attributes)
+    _, answer = call(PROG_QUERY, attributes)
     (count,) = struct.unpack_from("=I", answer, 24)
     return tuple(ids[: min(count, MOST_PROGRAMS)])
 
 
-def _info(fd: int, size: int) -> bytes:
-    info = ctypes.create_string_buffer(size)
-    _bpf(OBJ_GET_INFO_BY_FD, struct.pack("=IIQ", fd, size, _at(info)))
-    return info.raw
+def info(fd: int, size: int) -> bytes:
+    """Return the first bytes of what the kernel tells of an object. Raises: OSError."""
+    told = ctypes.create_string_buffer(size)
+    call(OBJ_GET_INFO_BY_FD, struct.pack("=IIQ", fd, size, _at(told)))
+    return told.raw

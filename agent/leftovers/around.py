@@ -126,6 +126,8 @@ def routes(seen: Seen, node: Node, pod: str, command: str) -> Iterator[Finding]:
 
 
 def _needed(seen: Seen, node: Node, route: Route, owner: Owner) -> bool:
+    if seen.state.enrolment is not None:
+        return True  # the eBPF backend keeps and takes away what it needs
     if owner.role is not Role.CAPTURE:
         return sign_of_life(owner, seen, node) is not None
     native = [catalogue.owner_of_table(t.family, t.name) for t in seen.tables]

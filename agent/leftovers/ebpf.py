@@ -12,6 +12,11 @@ from agent.leftovers.node import Node, running
 from agent.model import catalogue
 from agent.model.owner import Owner
 
+# Captured pods still depend on them, so they are not simply to be deleted.
+OWN_FIX = (
+    "intercept-agent run keeps them again; to be rid of them, take the capture out of every pod "
+    "(intercept-agent remove --netns NS): the last one takes them along"
+)
 Pins = Mapping[Path, list[str]]
 """Pins by the mount of the bpf file system that they are in."""
 
@@ -36,6 +41,7 @@ def findings(node: Node) -> Iterator[Finding]:
 
 
 def _finding(owner: Owner, pins: Pins, loaded: Iterable[Program]) -> Finding:
+    own = owner.name == "intercept-agent"
     paths = [path for found in pins.values() for path in found]
     names = [f"program {program.name} (id {program.id})" for program in loaded]
     evidence = [
@@ -46,14 +52,14 @@ def _finding(owner: Owner, pins: Pins, loaded: Iterable[Program]) -> Finding:
     return Finding(
         kind=Kind.EBPF,
         # What this agent pins is made to outlive it, so it may only be down for a while.
-        severity=Severity.INFO if owner.name == "intercept-agent" else Severity.WARNING,
+        severity=Severity.INFO if own else Severity.WARNING,
         where=Where(backend="ebpf"),
         objects=(*paths, *names),
         owner=owner.name,
         evidence=(*evidence, f"no process {' or '.join(owner.processes[:2])} runs on this node"),
         explanation=f"Programs and maps of {owner.title} live on without it: what is attached goes "
         "on steering traffic by maps that nobody keeps up to date.",
-        fix="; ".join(_fixes(pins, unpinned=bool(names))),
+        fix=OWN_FIX if own else "; ".join(_fixes(pins, unpinned=bool(names))),
     )
 
 

@@ -25,6 +25,7 @@ from agent.kernel.ipset import IpSet, read_sets
 from agent.kernel.netns import NetnsId
 from agent.kernel.sockets import KernelSocket, SocketTable
 from agent.model import catalogue
+from agent.model.enrolment import Enrolment
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Rulesets
 from agent.model.state import GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
@@ -100,12 +101,13 @@ def look(session: Session, name: str) -> Seen:
         rules = _rules(session)
         routes = routing.read_routes(session.rtnl, masked=True)
         around = session.netns.run(_surroundings)
+        enrolment = _enrolment(session)
     except OSError as error:
         raise StateUnreadable(f"cannot look into {name}: {error.strerror or error}") from error
     return Seen(
         id=session.netns.id,
         name=name,
-        state=NamespaceState(loaded=rules.loaded, routes=routes),
+        state=NamespaceState(loaded=rules.loaded, enrolment=enrolment, routes=routes),
         tables=rules.tables,
         unreadable=rules.unreadable,
         sets=around.sets,
@@ -114,6 +116,13 @@ def look(session: Session, name: str) -> Seen:
         addressed=around.addressed,
         ipvs_services=around.ipvs_services,
     )
+
+
+def _enrolment(session: Session) -> Enrolment | None:
+    """Return what the eBPF programs were told of the namespace; it needs the routes for ::6."""
+    with contextlib.suppress(StateUnreadable, EnvironmentLacks):
+        return registry.EBPF_BACKEND.read(session)
+    return None
 
 
 # --- rules ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import errno
 import ipaddress
+import json
 import os
 import random
 import signal
@@ -36,7 +37,7 @@ from agent.model.packet import Packet
 from agent.model.settings import parse
 from agent.model.state import EBPF
 from tests.support.agent import RESULT, running, wait_for
-from tests.support.capturing import EVERYTHING, STATE_DIR, TPROXY, Raw
+from tests.support.capturing import EVERYTHING, STATE_DIR, TPROXY, Raw, command
 from tests.support.ebpf import built, own_pins
 from tests.support.escape import DIRECT, Lab, lab
 from tests.support.netns import inside, namespace, path_of, run, snapshot
@@ -197,7 +198,7 @@ def test_refused_settings_touch_nothing_and_auto_takes_another(netns: str) -> No
 
 def detach(pin: Path) -> None:
     fd = bpf.get(pin)
-    bpf._bpf(DETACH, fd.to_bytes(4, sys.byteorder))
+    bpf.call(DETACH, fd.to_bytes(4, sys.byteorder))
     os.close(fd)
 
 
@@ -588,11 +589,11 @@ def load_balancer(flags: int) -> Iterator[None]:
     held, words = ctypes.create_string_buffer(code, 16), ctypes.create_string_buffer(b"GPL")
     loading = struct.pack("=IIQQ", 18, 2, ctypes.addressof(held), ctypes.addressof(words))
     loading += struct.pack("=IIQII16sII", 0, 0, 0, 0, 0, b"other_lb", 0, CONNECT4)
-    program = bpf._bpf(bpf.PROG_LOAD, loading)[0]
+    program = bpf.call(bpf.PROG_LOAD, loading)[0]
     root = bpf_pins.cgroup_root()
     assert root is not None
     target = os.open(root, os.O_RDONLY)
-    link = bpf._bpf(bpf.LINK_CREATE, struct.pack("=IIII", program, target, CONNECT4, flags))[0]
+    link = bpf.call(bpf.LINK_CREATE, struct.pack("=IIII", program, target, CONNECT4, flags))[0]
     try:
         yield
     finally:
@@ -617,3 +618,14 @@ def test_a_program_that_was_there_before_runs_after(netns: str) -> None:
     with load_balancer(0):
         capture(netns)
         assert bool(checked(netns).foreign) is not PREORDER
+
+
+def test_explain_and_scan_know_what_the_programs_were_told(netns: str) -> None:
+    capture(netns)
+    code, out, _ = command("explain", netns)
+    assert code == 0
+    assert "ebpf, ipv4 and ipv6" in out
+    assert "users 1337; groups 1337" in out
+    assert "NOT captured" not in out
+    code, out, _ = command("scan", "--netns", netns, "-o", "json")
+    assert (code, json.loads(out)["findings"]) == (0, [])

@@ -1,7 +1,6 @@
 """The scan, on what real programs leave in namespaces: the right kind, owner and severity."""
 
 import asyncio
-import ctypes
 import json
 import os
 import struct
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agent.kernel.bpf_programs import bpf
+from agent.kernel import bpf
 from tests.fakes.fake_cri import FakeCri, FakeSandbox, changed, serving
 from tests.support import leftovers as left
 from tests.support.capturing import BACKENDS, EVERYTHING, capture, command
@@ -423,9 +422,7 @@ def test_pins_and_programs_of_a_mesh_that_is_gone_are_found(folder: Path) -> Non
 
 
 def pin_a_map(path: Path) -> None:
-    array, create, pin = 2, 0, 6  # linux/bpf.h
-    fd, _ = bpf(create, struct.pack("=IIII", array, 4, 4, 1))
-    assert fd >= 0
-    name = ctypes.create_string_buffer(str(path).encode())
-    assert bpf(pin, struct.pack("=QI", ctypes.addressof(name), fd))[0] == 0
+    create, array = 0, 2  # linux/bpf.h
+    fd, _ = bpf.call(create, struct.pack("=IIII", array, 4, 4, 1))
+    bpf.pin(fd, path)
     os.close(fd)

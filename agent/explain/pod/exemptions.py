@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agent.explain.origin import setting_of
 from agent.model import owned
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Rule, Table
-from agent.model.state import BACKENDS, NamespaceState
+from agent.model.state import BACKENDS, EBPF, NamespaceState
 
 # setting: what it means, and the options whose values it has
 EXEMPT: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -81,7 +81,7 @@ def _values(rule: Rule, names: tuple[str, ...]) -> Iterator[str]:
 
 def _rules(state: NamespaceState) -> Iterator[tuple[str, Rule, str]]:
     """Yield every rule of a loaded capture with the setting it comes from and where it stands."""
-    for backend in BACKENDS:
+    for backend in (EBPF, *BACKENDS):
         for family, ruleset in state.of(backend).items():
             for table in ruleset.tables:
                 if not any(owned.is_capture_chain(chain.name) for chain in table.chains):

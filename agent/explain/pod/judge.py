@@ -10,7 +10,8 @@ from agent.explain.pod.facts import Facts
 from agent.explain.pod.flows import Fate, Flow, flows
 from agent.explain.pod.identities import identities
 from agent.explain.pod.owners import Loaded, loaded
-from agent.model.state import BACKENDS
+from agent.model.plan import plan
+from agent.model.state import BACKENDS, EBPF, NamespaceState
 
 MESH_STATES = {
     (True, True): "captured, and should be",
@@ -61,12 +62,18 @@ def explain(facts: Facts) -> Explanation:
         why=why,
         summary="",
         loaded=there,
-        exemptions=exemptions(facts.state) if facts.state else (),
-        captures_dns=facts.state is not None and captures_dns(facts.state),
+        exemptions=exemptions(_as_rules(facts.state)) if facts.state else (),
+        captures_dns=facts.state is not None and captures_dns(_as_rules(facts.state)),
         flows=flows(facts),
     )
     found = sorted(_findings(seen), key=lambda finding: WORST_FIRST.index(finding.severity))
     return replace(seen, findings=tuple(found), summary=_summary(seen, found))
+
+
+def _as_rules(state: NamespaceState) -> NamespaceState:
+    """Return the state with the rules that the eBPF programs, if they capture, are equal to."""
+    settings = state.enrolment.settings if state.enrolment else None
+    return state if settings is None else replace(state, loaded={EBPF: plan(settings).rulesets})
 
 
 def _loaded(facts: Facts) -> tuple[Loaded, ...]:
@@ -358,7 +365,7 @@ _RULES: tuple[Callable[[Explanation], Iterator[Finding]], ...] = (
 
 def _backends(seen: Explanation) -> list[str]:
     ours = {one.backend for one in seen.loaded if one.walked}
-    return [name for name in BACKENDS if name in ours]
+    return [name for name in (EBPF, *BACKENDS) if name in ours]
 
 
 def _twice(seen: Explanation) -> str:

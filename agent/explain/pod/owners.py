@@ -10,6 +10,7 @@ from agent.model.owner import Role
 from agent.model.pod import INIT
 from agent.model.state import (
     BACKENDS,
+    EBPF,
     IPTABLES_LEGACY,
     IPTABLES_NFT,
     NFTABLES,
@@ -51,7 +52,20 @@ def loaded(
     empty), `annotations` those of the pod.
     """
     found = [_of_backend(state, name, chosen, recorded, annotations or {}) for name in BACKENDS]
-    return (*(one for one in found if one is not None), *_native(state), *_meshes(state))
+    rules = (one for one in found if one is not None)
+    return (*_enrolled(state), *rules, *_native(state), *_meshes(state))
+
+
+def _enrolled(state: NamespaceState) -> Iterator[Loaded]:
+    settings = state.enrolment.settings if state.enrolment else None
+    if settings is not None:
+        yield Loaded(
+            backend=EBPF,
+            families=tuple(family.value for family in settings.families),
+            rules=0,
+            owner=AGENT,
+            evidence="the programs at the node's root cgroup have its settings",
+        )
 
 
 def _of_backend(
