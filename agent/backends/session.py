@@ -66,6 +66,8 @@ class Session:
     def forget(self) -> None:
         """Say that something was written, so that the next look is a fresh one."""
         self._objects = None
+        if not self.eye.legacy.complete:  # the first write may have loaded the kernel's module
+            self.netns.run(self.eye.legacy.find)
 
     @cached_property
     def sockets(self) -> SocketTable:

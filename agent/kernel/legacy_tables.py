@@ -43,11 +43,23 @@ class LegacyEye:
     def __init__(self) -> None:
         self._raw: dict[int, socket.socket] = {}
         self._names: dict[int, int] = {}
+        self.find()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the kernel has legacy tables of both families; a module may bring them later."""
+        return len(self._names) == len(LAYOUTS)
+
+    def find(self) -> None:
+        """Open the way to what was not there before. For a thread in the namespace."""
         for version, kind in ((4, socket.AF_INET), (6, socket.AF_INET6)):
+            if version in self._names:
+                continue
             name = "ip_tables_names" if version == 4 else "ip6_tables_names"
             try:
                 self._names[version] = os.open(f"/proc/thread-self/net/{name}", os.O_RDONLY)
-                self._raw[version] = socket.socket(kind, socket.SOCK_RAW, socket.IPPROTO_RAW)
+                if version not in self._raw:
+                    self._raw[version] = socket.socket(kind, socket.SOCK_RAW, socket.IPPROTO_RAW)
             except OSError as error:
                 # A kernel without legacy tables, or without IPv6. Anything else hides rules.
                 if error.errno not in ABSENT or not os.path.isdir("/proc/thread-self/net"):

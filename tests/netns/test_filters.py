@@ -1,5 +1,6 @@
 """The digest of all rules: it changes with every rule and with nothing else."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -73,6 +74,17 @@ def test_looking_creates_no_table(netns: str, session: Session) -> None:
     session.eye.digest()
     assert session.eye.legacy.tables() in ({4: (), 6: ()}, {4: ()})
     assert inside(netns, "nft", "list", "ruleset") == ""
+
+
+def test_tables_of_a_module_that_is_loaded_meanwhile_are_seen(netns: str, session: Session) -> None:
+    """As on a node on which nobody has used iptables-legacy yet."""
+    for fd in session.eye.legacy._names.values():
+        os.close(fd)
+    session.eye.legacy._names.clear()
+    assert session.eye.legacy.tables() == {}
+    inside(netns, "iptables-legacy", "-t", "nat", "-A", "OUTPUT", "-j", "RETURN")
+    session.forget()
+    assert session.eye.legacy.tables()[4] == ("nat",)
 
 
 def test_looking_again_at_known_rules_opens_no_libnftables_context(
