@@ -105,16 +105,16 @@ def _word(text: str) -> str:
 
 def incompatible(text: str) -> tuple[str, ...]:
     """Return the tables that the tool could not print: it says so in a comment and exits 0."""
-    return tuple(found[1] for line in text.splitlines() if (found := INCOMPATIBLE.match(line)))
+    return tuple(found[1] for line in text.split("\n") if (found := INCOMPATIBLE.match(line)))
 
 
 def without_incompatible(text: str) -> str:
     """Return the text without those comments, so that the other tables can be parsed."""
-    return "\n".join(line for line in text.splitlines() if not INCOMPATIBLE.match(line))
+    return "\n".join(line for line in text.split("\n") if not INCOMPATIBLE.match(line))
 
 
 def _declaration(line: str) -> tuple[str, str | None]:
-    words = line[1:].split()
+    words = line[1:].split(" ")
     if len(words) < 2:
         raise SaveTextError("a chain needs a name and a policy")
     return words[0], None if words[1] == "-" else words[1]

@@ -108,12 +108,14 @@ class Nft:
                 raise ValueError("the libnftables context is closed")
             flags = OUTPUT_NUMERIC_ALL | (OUTPUT_JSON if json else 0)
             library.nft_ctx_output_set_flags(context, flags)
-            failed = library.nft_run_cmd_from_buffer(context, script.encode())
-            output = (library.nft_ctx_get_output_buffer(context) or b"").decode(errors="replace")
+            failed = library.nft_run_cmd_from_buffer(
+                context, script.encode(errors="surrogateescape")
+            )
+            printed = library.nft_ctx_get_output_buffer(context) or b""
             error = (library.nft_ctx_get_error_buffer(context) or b"").decode(errors="replace")
         if failed:
             raise _rejection(error, script)
-        return output
+        return str(printed, errors="surrogateescape")
 
     def close(self) -> None:
         """Free the context, which may wait 11 ms (see reaper.py); closing twice does nothing."""

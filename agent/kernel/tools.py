@@ -85,13 +85,13 @@ def _run_here(calls: Sequence[Call], kept_fds: tuple[int, ...]) -> list[Outcome]
         return [_finish(call, child) for call, child in zip(calls, children, strict=True)]
 
 
-def _kill(children: Sequence[subprocess.Popen[str]]) -> None:
+def _kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in children:
         if child.poll() is None:
             child.kill()
 
 
-def _start(call: Call, kept_fds: tuple[int, ...]) -> subprocess.Popen[str]:
+def _start(call: Call, kept_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     # Input comes from memory, not from a pipe: all tools then run at the same time by themselves.
     stdin = os.memfd_create("stdin", os.MFD_CLOEXEC)
     try:
@@ -102,8 +102,6 @@ def _start(call: Call, kept_fds: tuple[int, ...]) -> subprocess.Popen[str]:
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="surrogateescape",
             env={"PATH": SEARCH_PATH, "LC_ALL": "C"},
             cwd="/",
             pass_fds=kept_fds,
@@ -114,11 +112,13 @@ def _start(call: Call, kept_fds: tuple[int, ...]) -> subprocess.Popen[str]:
         os.close(stdin)
 
 
-def _finish(call: Call, child: subprocess.Popen[str]) -> Outcome:
+def _finish(call: Call, child: subprocess.Popen[bytes]) -> Outcome:
     try:
         out, err = child.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise EnvironmentLacks(
             f"{call.command[0]} did not end within {TIMEOUT_S:.0f} seconds and was killed"
         ) from None
-    return Outcome(call, child.returncode, out, err)
+    # Not as text, which would make a carriage return in somebody's comment the end of a line.
+    said = (each.decode(errors="surrogateescape") for each in (out, err))
+    return Outcome(call, child.returncode, *said)

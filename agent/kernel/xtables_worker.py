@@ -204,7 +204,7 @@ def _edit_table(edit: dict[str, Any]) -> None:
 
 
 def _apply(table: Any, version: int, op: Sequence[Any]) -> None:
-    verb, chain = op[0], op[1]
+    verb, chain = op[0], _Word(op[1])
     actions: dict[str, Callable[[], None]] = {
         "new": lambda: table.create_chain(chain),
         "flush": lambda: table.flush_entries(chain),
@@ -247,7 +247,9 @@ def _compile(version: int, text: str) -> tuple[bytes, bytes]:
     else:
         name, goto, options = spec["target"]
         _set_target(rule, name, goto, options)
-    rule.final_check()
+    for part in (*rule.matches, rule.target):
+        if part._module:  # its public method also reads the words back, and as UTF-8
+            part._final_check()
     return bytes(rule.rule), bytes(rule.mask)
 
 
@@ -300,11 +302,20 @@ def _set_interface(ip: Any, name: str, value: str, negated: bool) -> None:
         ip.invflags |= getattr(ip, f"{kind}_INV_VIA_{direction}")
 
 
+class _Word(str):
+    """A word of somebody's rule, which need not be UTF-8: python-iptables encodes it by itself."""
+
+    __slots__ = ()
+
+    def encode(self, encoding: str = "utf-8", errors: str = "surrogateescape") -> bytes:
+        return super().encode(encoding, errors)
+
+
 def _set_options(module: Any, options: Sequence[Any]) -> None:
     for name, values, negated in options:
-        words = ["!", *values] if negated else list(values)
-        # One word may carry its negation in front; several are given as a list.
-        value = "".join(words) if len(values) <= 1 else words
+        words = [_Word(value) for value in values]
+        # A list, because of a single word an exclamation mark in front would be a negation.
+        value = (["!", *words] if negated else words) if words else "!" * negated
         module.set_parameter(name.removeprefix("--"), value)
 
 
@@ -315,7 +326,7 @@ def _set_target(rule: Any, name: str, goto: bool, options: Sequence[Any]) -> Non
     if name in STANDARD or goto or not _is_extension(rule, name):
         # A verdict or a jump: libiptc turns the name into the chain's offset when it commits.
         target = rule.create_target("", goto=goto)
-        target.standard_target = name
+        target.standard_target = _Word(name)
         return
     _set_options(rule.create_target(name), options)
 

@@ -148,8 +148,9 @@ def read(path: Path) -> tuple[Saved, ...]:
 
     Raises: InvalidSettings if it is none; OSError.
     """
-    lines = path.read_bytes().decode(errors="surrogateescape").splitlines()
-    if not lines or lines[0] != FIRST_LINE:
+    # Only at line feeds: a comment may hold all else that Unicode calls the end of a line.
+    lines = path.read_bytes().decode(errors="surrogateescape").removesuffix("\n").split("\n")
+    if lines[0] != FIRST_LINE:
         raise InvalidSettings((f"{path} is no backup of `clean`: its first line is not ours",))
     found: list[Saved] = []
     for number, line in enumerate(lines[1:], start=2):
@@ -197,12 +198,12 @@ def put_back(have: Ruleset, text: str) -> Ruleset:
     want, table = have, ""
     pending: list[tuple[str, int, Rule]] = []
     chains: dict[str, list[Rule]] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):
         try:
             if line.startswith("*"):
                 table, chains, pending = line[1:], {}, []
             elif line.startswith(":"):
-                chains[line[1:].split()[0]] = []
+                chains[line[1:].split(" ")[0]] = []
             elif line == "COMMIT":
                 want = _merged(want, table, chains, pending)
             elif line and not line.startswith("#"):

@@ -267,7 +267,7 @@ def _rulesets(found: dict[Family, Ruleset]) -> Rulesets:
 def _missing_sets(seen: Seen, text: str) -> str:
     """Return the lines of the sets that are not there."""
     there = {each.name for each in seen.sets}
-    lines = (line for line in text.splitlines() if line.split()[1] not in there)
+    lines = (line for line in text.split("\n") if line and line.split()[1] not in there)
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -276,7 +276,7 @@ def _missing_tables(seen: Seen, text: str) -> str:
     there = {f"table {t.family} {t.name} {{" for t in seen.tables}
     parts: list[str] = []
     wanted = True
-    for line in text.splitlines():
+    for line in text.removesuffix("\n").split("\n"):
         if line.startswith("table "):
             wanted = line.rstrip() not in there
         if wanted:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,46 @@ def test_restoring_twice_changes_nothing_more(netns: str, backups: Path) -> None
     restored(path)
     restored(path)
     assert everything(netns) == whole
+
+
+@pytest.mark.parametrize("flavour", left.FLAVOURS)
+def test_what_people_write_into_comments_goes_and_comes_back_byte_for_byte(
+    netns: str, backups: Path, flavour: str
+) -> None:
+    odd = "\u2028 \x85 \f \r \x1b[31m \"quoted\" 'single' back\\slash caf\u00e9 \udcff"
+    tool = (f"iptables-{flavour}", "-t", "nat")
+    for comment in (odd, "!not", "-j"):
+        about = ("-m", "comment", "--comment", comment)
+        inside(netns, *tool, "-A", "OUTPUT", *about, "-j", "ACCEPT")
+    before = rules_of(netns, flavour)
+    inside(netns, *tool, "-N", "KUBE-SERVICES")
+    for comment in (odd, "!not", "-j"):
+        about = ("-m", "comment", "--comment", comment)
+        inside(netns, *tool, "-I", "OUTPUT", *about, "-j", "KUBE-SERVICES")
+        inside(netns, *tool, "-A", "KUBE-SERVICES", *about, "-j", "RETURN")
+    whole = rules_of(netns, flavour)
+    path = cleaned(netns, backups, "--only", "kube-proxy")
+    assert rules_of(netns, flavour) == before
+    restored(path)
+    assert rules_of(netns, flavour) == whole
+
+
+def test_comments_in_a_table_of_nftables_come_back_byte_for_byte(netns: str, backups: Path) -> None:
+    inside(netns, "nft", "add", "table", "ip", "kube-proxy")
+    inside(netns, "nft", "add", "chain", "ip", "kube-proxy", "services")
+    about = ("comment", '"\u2028 \x85 \f caf\u00e9 \udcff"')
+    inside(netns, "nft", "add", "rule", "ip", "kube-proxy", "services", "counter", *about)
+    listing = ("nsenter", f"--net={path_of(netns)}", "nft", "list", "ruleset")
+    whole = subprocess.check_output(listing)
+    path = cleaned(netns, backups, "--only", "kube-proxy")
+    restored(path)
+    assert subprocess.check_output(listing) == whole
+
+
+def rules_of(name: str, flavour: str) -> bytes:
+    command = ("nsenter", f"--net={path_of(name)}", f"iptables-{flavour}-save", "-t", "nat")
+    lines = subprocess.check_output(command).split(b"\n")
+    return b"\n".join(line for line in lines if not line.startswith((b"#", b":")))
 
 
 # --- captures -------------------------------------------------------------------------------------
