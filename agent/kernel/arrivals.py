@@ -1,5 +1,6 @@
 """Says when the first listener comes to a port of a namespace; the kernel itself tells nobody."""
 
+import contextlib
 import os
 import select
 import threading
@@ -30,7 +31,11 @@ class _Expected:
             listeners = self.sockets.listeners("tcp")
         except StateUnreadable:
             return True  # whoever waits looks for himself, and comes back
-        return any(found.local[1] in self.ports for found in listeners)
+        came = any(found.local[1] in self.ports for found in listeners)
+        if came:
+            with contextlib.suppress(OSError):
+                os.write(self.pipe, b"!")
+        return came
 
 
 class Arrivals:
@@ -41,16 +46,17 @@ class Arrivals:
         self._lock = threading.Lock()
 
     def expect(self, netns: Netns, ports: Collection[int], pipe: int) -> None:
-        """Close the pipe as soon as somebody listens on one of the TCP ports.
+        """Write to the pipe and close it as soon as somebody listens on one of the TCP ports.
 
-        `pipe` is duplicated; so the caller closes its own. The wait ends with its reading end.
+        Closed without a word, it says that whoever waits has to ask again. `pipe` is duplicated;
+        so the caller closes its own. The wait ends with its reading end.
         Raises: EnvironmentLacks if the kernel cannot be asked.
         """
         found = _Expected(netns.run(SocketTable), frozenset(ports), os.dup(pipe))
         with self._lock:
-            self._expected.append(found)
-            if len(self._expected) == 1:
+            if not self._expected:  # the thread goes on when this lock is free
                 threading.Thread(target=self._run, name="arrivals", daemon=True).start()
+            self._expected.append(found)
 
     def _run(self) -> None:
         while True:

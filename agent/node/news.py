@@ -13,10 +13,15 @@ class News:
         self._heard = heard
         self._fd: int | None = None
         self._about = ""
+        self._told_of: str | None = None
 
     def are_about(self, sandbox: str) -> bool:
         """Whether there is a pipe, and it is about this sandbox."""
         return self._fd is not None and self._about == sandbox
+
+    def told_of(self, sandbox: str) -> bool:
+        """Whether anything was ever written about this sandbox; that its pipe ended is no news."""
+        return self._told_of == sandbox
 
     async def follow(
         self, ask: Callable[[int], Awaitable[Mapping[str, object]]], sandbox: str
@@ -44,6 +49,8 @@ class News:
     def _read(self) -> None:
         assert self._fd is not None
         with contextlib.suppress(BlockingIOError):
-            if not os.read(self._fd, 4096):
+            if os.read(self._fd, 4096):
+                self._told_of = self._about
+            else:
                 self.close()
         self._heard()

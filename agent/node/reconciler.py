@@ -254,6 +254,7 @@ class Reconciler:
         """Look at a pod, mend it if the mode says so, and return how long to wait."""
         if pod.wish.settings is None:
             pod.state, pod.detail = "ignored", ""
+            pod.deaf()
             return LONGEST_PAUSE_S
         try:
             await self._look(pod)
@@ -323,8 +324,8 @@ class Reconciler:
 
     async def _may_pass(self, pod: Pod, wish: Wish) -> bool:
         """Whether the gate is open, so that there is nothing to do until the proxy listens."""
-        if self._settings(wish).get("gate") != "open":
-            return False
+        if self._settings(wish).get("gate") != "open" or pod.gate.told_of(wish.sandbox_id):
+            return False  # it listened, and may be dead already
         answer = await pod.gate.follow(partial(self._job, pod, wish, "gate"), wish.sandbox_id)
         if not answer["open"]:
             pod.gate.close()

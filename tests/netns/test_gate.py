@@ -1,6 +1,7 @@
 """The gate of a running agent: what passes before the proxy is there for the first time."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from agent.kernel.arrivals import Arrivals
+from agent.kernel.netns import Netns
 from tests.support.agent import Agent, running, wait_for
 from tests.support.capturing import BACKENDS, SETTINGS, STATE_DIR, command, release
 from tests.support.escape import DIRECT, Lab, lab
-from tests.support.netns import inside, namespace, run
+from tests.support.netns import inside, namespace, path_of, run
 
 pytestmark = pytest.mark.netns
 
@@ -109,6 +112,15 @@ def test_open_gate_lets_pass_until_the_proxy_listened_once(
         wait_for(lambda: agent.state("shop") == "in-sync")
         assert not DIRECT & set(pod.dial())
         assert pod.direct() == before
+
+
+def test_that_a_proxy_listened_is_told_before_the_pipe_ends(netns: str) -> None:
+    reading, writing = os.pipe()
+    with Netns.open(path_of(netns)) as opened:
+        Arrivals().expect(opened, {15001, 15006}, writing)
+    os.close(writing)
+    with proxy(netns), open(reading, "rb") as said:
+        assert said.read() == b"!"
 
 
 @pytest.mark.parametrize("gate", ["closed", "listener"])

@@ -34,6 +34,7 @@ class FakeJobs:
         self.captured, self.guarded = captured, False
         self.done: list[str] = []
         self.pipe, self.watches = -1, 0
+        self.gates: list[int] = []  # the ends by which to tell that the proxy listens
         self.faults: list[JobFailed | WorkerGone] = []
         self.backends: list[object] = []
         self.only: str | None = None  # the backend by which it is captured; None: by any
@@ -48,6 +49,9 @@ class FakeJobs:
             self.pipe = os.dup(pipe[0])
             self.watches += 1
             return {}
+        if job == "gate":
+            self.gates.append(os.dup(pipe[0]))
+            return {"open": True}
         await self.go_on.wait()
         self.done.append(job)
         self.backends.append(request["backend"])
@@ -386,3 +390,46 @@ def test_pod_that_is_woken_as_it_is_to_be_forgotten_is_forgotten(turns: int) -> 
         assert done
 
     play(part, captured=True)
+
+
+def test_proxy_that_listened_once_closes_the_gate_though_it_is_dead_already() -> None:
+    async def part(scene: Scene) -> None:
+        scene.pause_s = 60.0
+        pod = scene.reconciler.want(replace(WISH, settings={"gate": "open"}))
+        await scene.until(lambda: bool(scene.jobs.gates))
+        os.write(scene.jobs.gates[-1], b"!")
+        await scene.until(lambda: pod.state == "in-sync")
+        assert scene.jobs.captured
+        for end in scene.jobs.gates:
+            os.close(end)
+
+    play(part)
+
+
+def test_gate_stays_open_when_whoever_was_to_tell_is_gone_and_another_is_asked() -> None:
+    async def part(scene: Scene) -> None:
+        scene.pause_s = 60.0  # nothing but being told wakes it
+        pod = scene.reconciler.want(replace(WISH, settings={"gate": "open"}))
+        await scene.until(lambda: len(scene.jobs.gates) == 1)
+        os.close(scene.jobs.gates[-1])
+        await scene.until(lambda: len(scene.jobs.gates) == 2)
+        assert pod.state == "repairing"
+        os.close(scene.jobs.gates[-1])
+
+    assert "apply" not in play(part).jobs.done
+
+
+def test_nothing_is_watched_in_a_pod_that_is_left_alone() -> None:
+    async def part(scene: Scene) -> None:
+        scene.pause_s = 60.0
+        pod = scene.reconciler.want(replace(WISH, settings={"gate": "open"}))
+        await scene.until(lambda: bool(scene.jobs.gates))
+        await scene.until(lambda: not pod.busy.locked())
+        scene.reconciler.want(replace(WISH, settings=None, reason="excluded-namespace"))
+        await scene.until(lambda: pod.state == "ignored")
+        for end in (scene.jobs.pipe, scene.jobs.gates[-1]):
+            with pytest.raises(BrokenPipeError):
+                os.write(end, b"!")
+            os.close(end)
+
+    play(part)
