@@ -2,17 +2,25 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from agent.model.errors import AgentError, InvalidSettings
 
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 
 GREEN, RED, YELLOW, BOLD = "32", "31", "33", "1"
+# Our own colours, and what could steer a terminal: control characters but for the tabulator and the
+# line feed, and what Unicode turns the direction of writing with.
+STEERING = re.compile(
+    "(\033\\[(?:0|1|3[123])m)|[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+)
 
 
 def paint(text: str, colour: str) -> str:
@@ -20,6 +28,25 @@ def paint(text: str, colour: str) -> str:
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
         return text
     return f"\033[{colour}m{text}\033[0m"
+
+
+def harmless(text: str) -> str:
+    """Return a text of others as a terminal may have it: what would steer it is spelled out."""
+    return STEERING.sub(lambda found: found[1] or ascii(found[0])[1:-1], text)
+
+
+class _Terminal:
+    """A terminal as standard output, which nothing that is written can steer."""
+
+    def __init__(self, screen: TextIO) -> None:
+        self._screen = screen
+
+    def write(self, text: str) -> int:
+        self._screen.write(harmless(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._screen, name)
 
 
 def watched() -> bool:
@@ -48,10 +75,17 @@ def printing() -> Iterator[None]:
 
     All that is written in here is flushed, because at the end of the process it would be too late
     to do anything about a reader who has gone.
+
+    Much of it was written by others, such as comments of rules: it cannot steer a terminal, and it
+    may hold bytes that are no text.
     """
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="backslashreplace")
     try:
-        yield
-        sys.stdout.flush()
+        with contextlib.redirect_stdout(_Terminal(out) if out.isatty() else out):
+            yield
+            sys.stdout.flush()
     except BrokenPipeError:
         _discard_stdout()
 
@@ -78,14 +112,14 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def warn(sentences: Iterable[str]) -> None:
     for sentence in sentences:
-        print(f"warning: {sentence}", file=sys.stderr)
+        print(f"warning: {harmless(sentence)}", file=sys.stderr)
 
 
 def fail(error: AgentError) -> int:
     """Say what is wrong, one sentence a line, and return the exit code."""
     problems = error.problems if isinstance(error, InvalidSettings) else (str(error),)
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {harmless(problem)}", file=sys.stderr)
     return error.exit_code
 
 
