@@ -221,9 +221,7 @@ def _restore(arguments: argparse.Namespace) -> int:
     path = Path(arguments.restore)
     changed = []
     saved = backup.read(path)
-    places = namespaces.places(namespaces.processes())
-    subjects = [(each, _place_of(each, places, arguments)) for each in saved]
-    for each, subject in subjects:
+    for each, subject in _targets(saved, arguments):
         if clean.restore(subject, each):
             changed.append(each.name)
     if arguments.output == "json":
@@ -235,18 +233,37 @@ def _restore(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _place_of(saved: Saved, places: Sequence[Place], arguments: argparse.Namespace) -> Subject:
+def _targets(saved: Sequence[Saved], arguments: argparse.Namespace) -> list[tuple[Saved, Subject]]:
+    """Return the parts of a backup that go back, each with the namespace that it goes to.
+
+    Into one that is named goes what was taken from it, or the only part that there is.
+
+    Raises: NamespaceRefused, InvalidSettings if nobody can tell which part is meant.
+    """
+    if not arguments.netns:
+        places = namespaces.places(namespaces.processes())
+        host = arguments.host and len(saved) == 1
+        return [(each, _place_of(each, places, host=host)) for each in saved]
+    name = arguments.netns[0]
+    found, _ = netns.open_target(name)
+    with found:
+        there = Subject(place=Place(found.id, found.path, name))
+        _allowed([there], arguments)
+    same = [each for each in saved if (each.dev, each.ino) == (found.id.dev, found.id.ino)]
+    if not same and len(saved) > 1:
+        parts = ", ".join(each.name for each in saved)
+        raise InvalidSettings((f"the backup is of {parts}, and {name} is none of these",))
+    return [(each, there) for each in same or saved]
+
+
+def _place_of(saved: Saved, places: Sequence[Place], *, host: bool) -> Subject:
     """Return the namespace that a part of a backup is for: the one that it was taken from.
 
-    Raises: NamespaceRefused if that is gone and no other was named.
+    With `host` it is the node's own. Raises: NamespaceRefused if that is gone.
     """
     own = netns.own_id()
-    if arguments.netns:
-        found, _ = netns.open_target(arguments.netns[0])
-        with found:
-            return Subject(place=Place(found.id, found.path, arguments.netns[0]))
     wanted = NetnsId(saved.dev, saved.ino)
-    if arguments.host or wanted == own:
+    if host or wanted == own:
         return Subject(place=Place(own, f"/proc/{os.getpid()}/ns/net", "host"), host=True)
     for place in places:
         if place.id == wanted:

@@ -79,6 +79,8 @@ def printing() -> Iterator[None]:
     Much of it was written by others, such as comments of rules: it cannot steer a terminal, and it
     may hold bytes that are no text.
     """
+    if sys.stdout is None:  # it was closed before the start
+        sys.stdout = io.StringIO()
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")

@@ -19,7 +19,7 @@ def replace(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(draft)
-        raise EnvironmentLacks(f"cannot write the state file {path}: {error.strerror}") from error
+        raise EnvironmentLacks(f"cannot write {path}: {error.strerror}") from error
 
 
 def _write(path: str, data: bytes) -> None:

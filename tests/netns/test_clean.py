@@ -409,3 +409,38 @@ def test_a_file_that_is_no_backup_is_refused(tmp_path: Path, text: str, said: st
     (tmp_path / "x").write_text(text)
     code, _, err = command("clean", "--restore", str(tmp_path / "x"))
     assert (code, said in err) == (2, True)
+
+
+def test_a_backup_goes_into_the_nodes_own_namespace_only_when_that_is_said(
+    netns: str, backups: Path
+) -> None:
+    load(netns, left.KUBE_PROXY)
+    path = cleaned(netns, backups)
+    with namespace("node") as node:
+        before = state(node)
+        for name in ("self", node):
+            code, _, err = as_host(node, "clean", "--restore", str(path), "--netns", name)
+            assert (code, "say --host" in err) == (3, True), err
+        assert state(node) == before
+        code, _, err = as_host(node, "clean", "--restore", str(path), "--netns", "self", "--host")
+        assert code == 0, err
+        assert "KUBE-SERVICES" in inside(node, "iptables-nft-save")
+
+
+def test_of_a_backup_of_several_namespaces_only_its_own_part_goes_into_one_that_is_named(
+    netns: str, backups: Path
+) -> None:
+    with namespace("two") as two, namespace("three") as three:
+        for name in (netns, two):
+            load(name, left.KUBE_PROXY)
+        whole, other = everything(two), state(three)
+        line = ("clean", "--netns", netns, "--netns", two, "--yes", "--backup-dir", str(backups))
+        code, out, err = command(*line, "-o", "json")
+        assert code == 0, err
+        path = json.loads(out)["backup"]
+        assert command("clean", "--restore", path, "--netns", three)[0] == 2
+        assert state(three) == other
+        empty = everything(netns)
+        code, _, err = command("clean", "--restore", path, "--netns", two)
+        assert code == 0, err
+        assert (everything(two), everything(netns)) == (whole, empty)
