@@ -205,7 +205,7 @@ def put_back(have: Ruleset, text: str) -> Ruleset:
             elif line.startswith(":"):
                 chains[line[1:].split(" ")[0]] = []
             elif line == "COMMIT":
-                want = _merged(want, table, chains, pending)
+                want, table = _merged(want, table, chains, pending), ""
             elif line and not line.startswith("#"):
                 found = INSERT.match(line)
                 position = int(found[2]) if found else 0
@@ -218,6 +218,8 @@ def put_back(have: Ruleset, text: str) -> Ruleset:
             raise InvalidSettings(
                 (f"the backup holds what is no rule: {error}: {line!r}",)
             ) from None
+    if table:
+        raise InvalidSettings((f"the backup is cut short: its table {table} has no COMMIT",))
     return want
 
 

@@ -411,6 +411,16 @@ def test_a_file_that_is_no_backup_is_refused(tmp_path: Path, text: str, said: st
     assert (code, said in err) == (2, True)
 
 
+def test_a_backup_that_is_cut_short_is_refused_as_a_whole(netns: str, backups: Path) -> None:
+    load(netns, left.KUBE_PROXY)
+    path = cleaned(netns, backups)
+    empty = state(netns)
+    path.write_text(path.read_text().rpartition("COMMIT")[0])
+    code, _, err = command("clean", "--restore", str(path))
+    assert (code, "cut short" in err) == (2, True)
+    assert state(netns) == empty
+
+
 def test_a_backup_goes_into_the_nodes_own_namespace_only_when_that_is_said(
     netns: str, backups: Path
 ) -> None:
