@@ -11,7 +11,7 @@ needs them the kernel would forget both, and every redirected connection (kernel
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.model import numbers
 from agent.model.ruleset import (
@@ -30,7 +30,9 @@ from agent.model.ruleset import (
 from agent.model.values import without_length
 
 PREFIX = "ISTIO_GUARD_"
-IN, OUT, FORWARD, LO = (f"{PREFIX}{name}" for name in ("IN", "OUT", "FORWARD", "LO"))
+IN, OUT, FORWARD, LO, SELF, SELF_IN = (
+    f"{PREFIX}{name}" for name in ("IN", "OUT", "FORWARD", "LO", "SELF", "SELF_IN")
+)
 
 _RETURN = Target("RETURN")
 _OLD = Rule((match("conntrack", "--ctstate", "NEW", negated=True),), _RETURN)
@@ -48,11 +50,16 @@ def standing(capture: Ruleset) -> Ruleset | None:
     diverted = _Copy(capture, "mangle").body("PREROUTING")
     # On the loopback hop mangle sees what nat OUTPUT made of the packet.
     looped = _Copy(capture, "mangle", prefix=f"{LO}_", translated=True).body("PREROUTING")
+    to_self = _Copy(capture, "mangle", prefix=f"{SELF}_", ahead=True).body("PREROUTING")
+    unmarked = tuple(_unmarked(capture)) if to_self.rules else ()
     hooks: dict[str, tuple[Rule, ...]] = {}
     chains: dict[str, tuple[Rule, ...]] = {}
-    if leaving.rules:
+    if leaving.rules or unmarked:
         hooks["OUTPUT"] = (Rule((), Target(OUT)),)
-        chains[OUT] = (_OLD, *_to_proxy(capture, "OUTPUT"), *leaving.rules)
+        jump = (Rule((), Target(SELF)),) if unmarked else ()
+        chains[OUT] = (_OLD, *_to_proxy(capture, "OUTPUT"), *jump, *leaving.rules)
+    if unmarked:
+        chains |= {SELF: unmarked, SELF_IN: to_self.rules, **to_self.chains}
     if arriving.rules or diverted.rules:
         # The loopback hop does not pass nat PREROUTING again (kernel fact 2), but mangle's.
         chains[LO] = looped.rules
@@ -68,6 +75,21 @@ def standing(capture: Ruleset) -> Ruleset | None:
     return ruleset_of(
         capture.family, {"filter": {**hooks, **chains, **copies}, "nat": {"POSTROUTING": ()}}
     )
+
+
+def _unmarked(capture: Ruleset) -> Iterator[Rule]:
+    """Yield the rules that find what the proxy sends to its own pod without the mark for it.
+
+    TPROXY diverts on the loopback hop what mangle OUTPUT has marked, and nothing else.
+    """
+    chain = capture.chain("mangle", "OUTPUT")
+    for rule in chain.rules if chain else ():
+        if rule.target == _RETURN:
+            yield Rule(tuple(_before_translation(rule)), _RETURN)
+        elif rule.target and rule.target.name == "MARK":
+            mark = rule.target.options[0].values[0].partition("/")[0]
+            without = match("mark", "--mark", mark, negated=True)
+            yield Rule((*_before_translation(rule), without), Target(SELF_IN))
 
 
 def _to_proxy(capture: Ruleset, hook: str) -> Iterator[Rule]:
@@ -126,16 +148,24 @@ class _Body:
 class _Copy:
     """The chains of one table as questions about the packet as it was before translation.
 
-    With `translated`, about the packet as it is now.
+    With `translated`, about the packet as it is now. With `ahead`, about what is yet to come to the
+    loopback hop, and as if it had its mark.
     """
 
     def __init__(
-        self, capture: Ruleset, table: str, *, prefix: str = PREFIX, translated: bool = False
+        self,
+        capture: Ruleset,
+        table: str,
+        *,
+        prefix: str = PREFIX,
+        translated: bool = False,
+        ahead: bool = False,
     ) -> None:
         self._capture = capture
         self._table = table
         self._prefix = prefix
         self._translated = translated
+        self._ahead = ahead
         self._chains: dict[str, tuple[Rule, ...]] = {}
 
     def body(self, name: str) -> _Body:
@@ -149,7 +179,11 @@ class _Copy:
     def _rules(self, chain: Chain) -> Iterator[Rule]:
         for rule in chain.rules:
             verdict = self._verdict(rule.target)
-            if verdict is not None:
+            if verdict is None or (self._ahead and rule.option("mark", "--mark")):
+                continue
+            if self._ahead:
+                yield Rule(tuple(_on_its_way(rule)), verdict)
+            else:
                 matches = rule.matches if self._translated else _before_translation(rule)
                 yield Rule(tuple(matches), verdict)
 
@@ -170,6 +204,13 @@ class _Copy:
             del self._chains[name]
             return None
         return Target(name, goto=target.goto)
+
+
+def _on_its_way(rule: Rule) -> Iterator[Match]:
+    """Yield the conditions of a rule, asked before the packet comes in by the same interface."""
+    for found in rule.matches:
+        options = (replace(o, name="-o") if o.name == "-i" else o for o in found.options)
+        yield replace(found, options=tuple(options))
 
 
 def _before_translation(rule: Rule) -> Iterator[Match]:
