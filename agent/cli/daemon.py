@@ -199,7 +199,7 @@ class Daemon:
             await self._follow(before, config)
             await self._use(parts)
             for door in leaving:
-                self._start(_close(door))
+                self._start(self._doors.see_out(door, PATIENCE_S))
             log.info("configuration read again", extra={"changed": _changed(before, config)})
 
     async def _follow(self, before: Config, now: Config) -> None:
@@ -394,7 +394,3 @@ def _changed(before: Config, now: Config) -> str:
     names = [one.name for one in fields(Config)]
     found = [name for name in names if getattr(before, name) != getattr(now, name)]
     return ", ".join(found) or "nothing"
-
-
-async def _close(door: Door) -> None:
-    await door.close(PATIENCE_S)

@@ -1,8 +1,13 @@
 """Where the agent listens. A door that moves is opened anew before the old one is closed."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from agent.model.errors import EnvironmentLacks
+
+ATTEMPTS, PAUSE_S = 20, 0.1
 
 
 class Door(Protocol):
@@ -27,6 +32,7 @@ class Doors:
     def __init__(self, openers: Mapping[str, Open]) -> None:
         self._openers = openers
         self._places: dict[str, _Place] = {}
+        self._seen_out: set[Door] = set()
 
     def door(self, name: str) -> Door | None:
         place = self._places.get(name)
@@ -39,6 +45,16 @@ class Doors:
         """
         moving = {name: where for name, where in wanted.items() if self._is_new(name, where)}
         leaving = [door for name in moving if (door := self.door(name)) is not None]
+        for _ in range(ATTEMPTS):
+            try:
+                return await self._open(moving, leaving)
+            except EnvironmentLacks:
+                if not self._seen_out:
+                    raise
+            await asyncio.sleep(PAUSE_S)  # a door of ours that is just closing may be in the way
+        return await self._open(moving, leaving)
+
+    async def _open(self, moving: Mapping[str, object], leaving: list[Door]) -> list[Door]:
         opened: dict[str, _Place] = {}
         try:
             for name, where in moving.items():
@@ -48,6 +64,14 @@ class Doors:
             raise
         self._places |= opened
         return leaving
+
+    async def see_out(self, door: Door, patience_s: float) -> None:
+        """Close a door that was left, when those inside have finished or the time is over."""
+        self._seen_out.add(door)
+        try:
+            await door.close(patience_s)
+        finally:
+            self._seen_out.discard(door)
 
     def _is_new(self, name: str, where: object) -> bool:
         return name not in self._places or self._places[name].where != where

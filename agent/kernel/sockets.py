@@ -255,9 +255,11 @@ def acting_as(owner: Owner) -> Iterator[None]:
             raise EnvironmentLacks(f"sockets of {owner} cannot be made here; run this as root")
         yield
     finally:
-        _set_real(*real)
+        # This order: only setfsuid gives back the capabilities for files that it took away, and it
+        # gives none back where setresuid has changed the id before it.
         _libc.setfsuid(uid)
         _libc.setfsgid(gid)
+        _set_real(*real)
         # A change of ids makes the whole process undumpable.
         _libc.prctl(PR_SET_DUMPABLE, dumpable, 0, 0, 0)
 

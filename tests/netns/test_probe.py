@@ -600,14 +600,11 @@ def test_conntrack_tells_who_answers(netns: str) -> None:
 
 
 def test_acting_as_somebody_ends_with_the_block(netns: str) -> None:
+    def identity() -> list[str]:
+        status = Path("/proc/thread-self/status").read_text().splitlines()
+        return [line for line in status if line.startswith(("Uid", "Gid", "CapEff"))]
+
+    before = identity()
     with acting_as(Owner(1000, 2000)):
-        status = Path("/proc/thread-self/status").read_text()
-        assert [line.split()[4] for line in status.splitlines() if line[:3] in ("Uid", "Gid")] == [
-            "1000",
-            "2000",
-        ]
-    status = Path("/proc/thread-self/status").read_text()
-    assert [line.split()[4] for line in status.splitlines() if line[:3] in ("Uid", "Gid")] == [
-        "0",
-        "0",
-    ]
+        assert [line.split()[4] for line in identity()[:2]] == ["1000", "2000"]
+    assert identity() == before  # its capabilities, too

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,9 +30,16 @@ RESULT = {"cniVersion": "1.0.0", "ips": []}
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a port that nobody has, below those that the kernel gives to clients.
+
+    Processes of one run of the tests choose from ranges of their own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    while True:
+        port = 12_000 + 5_000 * worker + random.randrange(5_000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 class Agent:
