@@ -258,7 +258,11 @@ def test_pods_stay_known_and_kept_while_containerd_is_away(busy: Busy, how: sign
         (source,) = agent.status()["sources"]
         return bool(source["connected"])
 
-    before = {pod["name"]: pod["state"] for pod in agent.ask("pods")}
+    def states() -> dict[str, str]:
+        return {pod["name"]: pod["state"] for pod in agent.ask("pods")}
+
+    wait_for(lambda: set(states().values()) <= {"in-sync", "ignored"})
+    before = states()
     node.stop(how)
     try:
         wait_for(lambda: not connected())
@@ -271,5 +275,5 @@ def test_pods_stay_known_and_kept_while_containerd_is_away(busy: Busy, how: sign
         node.start()
     with no_write(web.netns):
         wait_for(connected)
-        wait_for(lambda: {pod["name"]: pod["state"] for pod in agent.ask("pods")} == before)
+        wait_for(lambda: states() == before)
         assert agent.status()["ready"]
