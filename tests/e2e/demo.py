@@ -17,8 +17,10 @@ from types import FrameType
 from typing import NoReturn
 
 from agent.model import numbers
+from tests.containerd import mesh
+from tests.containerd.mesh import mesh_pod, run_app, run_proxy
 from tests.containerd.node import SUBNETS_DUAL, containerd_node
-from tests.support.agent import INJECTED, running, wait_for
+from tests.support.agent import running, wait_for
 from tests.support.calls import Answer
 from tests.support.pod import (
     APP_PORT,
@@ -31,6 +33,7 @@ from tests.support.pod import (
 )
 
 REQUESTS = 100
+DELETE = ("delete", "table", "inet", "intercept-agent")
 
 # Everything in both directions, except what the mesh keeps for itself.
 CAPTURE = ("-b", "*", "-d", "15020,15021,15090", "-i", "*", "-o", "15020")
@@ -161,31 +164,37 @@ def show_node(folder: Path) -> None:
     heading(
         "8. A node: containerd, its CNI plugins, and the agent, which chains its own behind them"
     )
-    with containerd_node(subnets=SUBNETS_DUAL) as node:
-        config = {
-            "cri": {"endpoint": f"unix://{node.socket}"},
-            "cni": {"conf_dir": str(node.conf_dir), "bin_dir": str(node.bin_dir)},
-        }
-        with running(folder, **config) as daemon:
-            os.environ["INTERCEPT_SOCKET"] = str(daemon.socket)
-            web = node.run_pod("web", "shop", labels={"app": "web"}, annotations=INJECTED)
-            node.run_pod("cart", "shop", labels={"app": "cart"}, annotations=INJECTED)
-            node.run_pod("plain", "default")
-            line("three pods started: web and cart with a sidecar injected, plain without")
-            wait_for(lambda: daemon.state("plain") == "ignored")
-            wait_for(lambda: daemon.state("web") == daemon.state("cart") == "in-sync")
-            agent("status")
-            agent("pods")
+    with (
+        containerd_node(subnets=SUBNETS_DUAL) as node,
+        running(folder, **mesh.configuration(node)) as daemon,
+    ):
+        os.environ["INTERCEPT_SOCKET"] = str(daemon.socket)
+        web, cart = (run_proxy(run_app(node, mesh_pod(node, name))) for name in ("web", "cart"))
+        plain = run_app(node, node.run_pod("plain", "default"))
+        line("three pods started: web and cart with Envoy as their sidecar, plain without")
+        wait_for(lambda: daemon.state("plain") == "ignored")
+        wait_for(lambda: daemon.state("web") == daemon.state("cart") == "in-sync")
+        agent("status")
+        agent("pods")
 
-            heading("9. Somebody flushes the rules of a pod; the agent puts them back")
-            node.run("nsenter", f"--net={web.netns}", "nft", "flush", "ruleset")
-            wait_for(lambda: "drift-repaired" in daemon.kinds())
-            agent("events")
-            agent("check", "--netns", "pod:shop/web")
+        heading("9. Requests between the pods")
+        for source, target in ((web, cart), (plain, cart), (web, plain), (plain, plain)):
+            for version, family in FAMILIES.items():
+                (answer,) = source.call(target.address[version], APP_PORT)
+                names = f"{source.pod.name} to {target.pod.name}"
+                line(f"{names:<14} {family}  {way(answer)}")
+                proxies = [app for app in (source, target) if app is not plain]
+                require(len(answer.via) == len(proxies), f"{names} passed {answer.via}")
 
-            heading("10. The agent is killed; its captures stay")
-            daemon.stop(signal.SIGKILL)
-            agent("check", "--netns", f"pid:{web.pid}")
+        heading("10. Somebody deletes the rules of a pod; the agent puts them back")
+        node.run("nsenter", f"--net={web.netns}", "nft", *DELETE)
+        wait_for(lambda: "drift-repaired" in daemon.kinds())
+        agent("events")
+        agent("check", "--netns", "pod:shop/web")
+
+        heading("11. The agent is killed; its captures stay")
+        daemon.stop(signal.SIGKILL)
+        agent("check", "--netns", f"pid:{web.pod.pid}")
 
 
 def main() -> int:
