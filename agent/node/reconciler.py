@@ -24,10 +24,11 @@ from agent.node.news import News
 from agent.node.worker_client import WorkerGone
 
 FIRST_PAUSE_S = 1.0
+GROWTH = 3.0  # of the pause between two looks that found nothing
 LONGEST_PAUSE_S = 120.0
 # Where the kernel tells of every change, the sweep is there only for news that got lost.
 TOLD = frozenset({"nftables", "iptables-nft"})
-LONGEST_PAUSE_IF_TOLD_S = 300.0
+LONGEST_PAUSE_IF_TOLD_S = 600.0
 LONGEST_RETRY_S = 60.0
 JITTER = 0.2
 # How long a change is given to be complete. It doubles with every repair that somebody undoes.
@@ -265,7 +266,7 @@ class Reconciler:
         if pod.pause_s >= CALM_S:
             pod.settle_s = SETTLE_S
         longest = LONGEST_PAUSE_IF_TOLD_S if pod.backend in TOLD else LONGEST_PAUSE_S
-        pod.pause_s = min(pod.pause_s * 2, longest)
+        pod.pause_s = min(pod.pause_s * GROWTH, longest)
         return pod.pause_s
 
     async def _look(self, pod: Pod) -> None:
