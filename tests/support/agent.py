@@ -1,6 +1,7 @@
 """A running agent of a test's own: started, asked and ended as often as the test likes."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -29,17 +30,28 @@ ARGS = "K8S_POD_UID=u1;K8S_POD_NAMESPACE=shop;IgnoreUnknown=1;K8S_POD_NAME=web"
 RESULT = {"cniVersion": "1.0.0", "ips": []}
 
 
-def free_port() -> int:
-    """Return a port that nobody has, below those that the kernel gives to clients.
+def _ports() -> Iterator[int]:
+    """Yield ports below those that the kernel gives to clients, no port twice in a long time.
 
-    Processes of one run of the tests choose from ranges of their own.
+    Whoever asked for one may bind it only later, so another must not get it meanwhile; processes
+    of one run of the tests have ranges of their own.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-    while True:
-        port = 12_000 + 5_000 * worker + random.randrange(5_000)
+    first = random.randrange(5_000)
+    for number in itertools.count(first):
+        yield 12_000 + 5_000 * worker + number % 5_000
+
+
+_PORTS = _ports()
+
+
+def free_port() -> int:
+    """Return a port that nobody has, and that nobody else here was given of late."""
+    for port in _PORTS:
         with socket.socket() as found, contextlib.suppress(OSError):
             found.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("the ports never end")
 
 
 class Agent:
