@@ -7,7 +7,6 @@ stays in place.
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 from agent.api.door import GrpcDoor
 from agent.api.known import Known
+from agent.cli import pages
 from agent.cli.cni_calls import CniCalls
 from agent.cli.doors import Door, Doors
 from agent.cli.parts import WATCHER, Part, Parts, parts_of
@@ -41,8 +41,8 @@ from agent.node.reconciler import Pod, Reconciler
 from agent.node.roster import Roster
 from agent.node.source import Source, Update
 from agent.node.worker_client import WorkerClient
-from agent.observe.http import Answer, HttpServer
-from agent.observe.metrics import CONTENT_TYPE, Metrics
+from agent.observe.http import HttpServer, Page
+from agent.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -97,12 +97,15 @@ class Daemon:
             explain=self._explain,
             scan=self._leftovers.document,
         )
+        health = pages.health(self._pending)
+        shown = pages.metrics(self._metrics, self._proxies, self._count)
+        debug = pages.debug(known, lambda: self._config)
         self._grpc = GrpcDoor(known, lambda: not self._pending(), config.socket.parent)
         self._doors = Doors(
             {
                 "socket": self._open_socket,
-                "health": partial(self._open_pages, self._health_pages(), {}),
-                "status": partial(self._open_pages, self._status_pages(), self._debug_pages()),
+                "health": partial(self._open_pages, health, {}),
+                "status": partial(self._open_pages, {**health, **shown}, debug),
             }
         )
 
@@ -136,8 +139,8 @@ class Daemon:
 
     async def _open_pages(
         self,
-        pages: Mapping[str, Any],
-        local: Mapping[str, Any],
+        shown: Mapping[str, Page],
+        local: Mapping[str, Page],
         where: object,
         leaving: Sequence[Door],
     ) -> Door | None:
@@ -145,7 +148,7 @@ class Daemon:
         if not where.port:
             return None
         instead = [door for door in leaving if isinstance(door, HttpServer)]
-        server = HttpServer(pages, local)
+        server = HttpServer(shown, local)
         await server.start(where.address, where.port, instead)
         return server
 
@@ -337,46 +340,6 @@ class Daemon:
             await self._events.wait(wait_s)
             found = self._events.since(since)
         return found
-
-    def _health_pages(self) -> dict[str, Any]:
-        async def ready() -> Answer:
-            pending = self._pending()
-            document = {"ready": not pending, "pending": pending}
-            return Answer.of(document, 503 if pending else 200)
-
-        async def live() -> Answer:
-            return Answer.of({"live": True})
-
-        return {"/healthz/ready": ready, "/healthz/live": live}
-
-    def _status_pages(self) -> dict[str, Any]:
-        async def metrics() -> Answer:
-            self._count()
-            await self._proxies.refresh()
-            return Answer(200, self._metrics.text(), CONTENT_TYPE)
-
-        async def stats() -> Answer:
-            self._count()
-            return await self._proxies.stats()
-
-        pages = {"/metrics": metrics, "/stats/prometheus": stats}
-        return {**self._health_pages(), **pages}
-
-    def _debug_pages(self) -> dict[str, Any]:
-        async def pods() -> Answer:
-            return Answer.of({"pods": await self._pods({})})
-
-        async def events() -> Answer:
-            return Answer.of({"events": self._events.since(0)})
-
-        async def config() -> Answer:
-            return Answer.of(json.loads(json.dumps(asdict(self._config), default=str)))
-
-        async def leftovers() -> Answer:
-            return Answer.of(self._leftovers.document())
-
-        pages = {"/debug/leftovers": leftovers, "/debug/events": events}
-        return {**pages, "/debug/pods": pods, "/debug/config": config}
 
 
 def _policy(config: Config) -> Policy:

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import parse_qsl
 
 import h11
 
@@ -26,6 +27,7 @@ REQUEST_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 60.0
 MAX_REQUEST_BYTES = 16 * 1024
+MAX_PARAMETERS = 16
 CHUNK = 4096
 
 
@@ -38,19 +40,35 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A status, a body and its type. `more` follows the body part by part."""
+    """A status, a body and its type. `more` follows the body part by part, `headers` are added."""
 
     status: int
     body: bytes
     content_type: str = "application/json"
     more: Stream | None = None
+    headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, document: object, status: int = 200) -> "Answer":
         return cls(status, json.dumps(document).encode() + b"\n")
 
 
-Page = Callable[[], Awaitable[Answer]]
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a page is asked for; of a parameter that is given twice the last counts.
+
+    `own_name` says that the client called this host by an address or by its own name. A browser
+    that was led here by somebody else's name (DNS rebinding) does not. `local` says that it is on
+    this host besides.
+    """
+
+    path: str
+    query: Mapping[str, str]
+    own_name: bool
+    local: bool
+
+
+Page = Callable[[Request], Awaitable[Answer]]
 
 
 class HttpServer:
@@ -124,16 +142,17 @@ class HttpServer:
             return Answer.of({"error": "the agent failed to answer; its log says why"}, 500)
 
     async def _page(self, request: h11.Request, writer: asyncio.StreamWriter) -> Answer:
-        path = request.target.decode("ascii", "replace").partition("?")[0]
+        path, _, query = request.target.decode("ascii", "replace").partition("?")
         if request.method not in (b"GET", b"HEAD"):
             return Answer.of({"error": "only GET is answered here"}, 405)
-        if path in self._local:
-            if not _from_this_host(writer):
-                return Answer.of({"error": f"{path} is answered to this host only"}, 403)
-            return await self._local[path]()
-        if path not in self._pages:
+        page = self._local.get(path) or self._pages.get(path)
+        if page is None:
             return Answer.of({"error": f"there is no {path}"}, 404)
-        return await self._pages[path]()
+        own_name = _is_own_name(dict(request.headers).get(b"host", b""))
+        local = own_name and _from_this_host(writer)
+        if path in self._local and not local:
+            return Answer.of({"error": f"{path} is answered to this host only"}, 403)
+        return await page(Request(path, _parameters(query), own_name, local))
 
 
 def _wire(protocol: h11.Connection, answer: Answer, *, with_body: bool) -> Iterator[bytes]:
@@ -141,7 +160,9 @@ def _wire(protocol: h11.Connection, answer: Answer, *, with_body: bool) -> Itera
     headers = [
         ("content-type", answer.content_type),
         ("cache-control", "no-store"),
+        ("x-content-type-options", "nosniff"),
         ("connection", "close"),
+        *answer.headers,
     ]
     if answer.more is None:
         headers.append(("content-length", str(len(answer.body))))
@@ -190,3 +211,27 @@ async def _request(protocol: h11.Connection, reader: asyncio.StreamReader) -> h1
 def _from_this_host(writer: asyncio.StreamWriter) -> bool:
     peer = writer.get_extra_info("peername")
     return bool(peer) and ipaddress.ip_address(str(peer[0]).partition("%")[0]).is_loopback
+
+
+def _is_own_name(host: bytes) -> bool:
+    """Whether a Host header has an address or a name that no stranger can have registered.
+
+    Those are names without a dot and the name of this host. Who sends no header is no browser.
+    """
+    text = host.decode("ascii", "replace").lower()
+    name = text.partition("]")[0][1:] if text.startswith("[") else text.partition(":")[0]
+    if ("." not in name and ":" not in name) or name == socket.gethostname().lower():
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _parameters(query: str) -> dict[str, str]:
+    """Return the parameters of a query; of one with too many, none."""
+    try:
+        return dict(parse_qsl(query, max_num_fields=MAX_PARAMETERS))
+    except ValueError:
+        return {}

@@ -22,7 +22,7 @@ from agent.cni.server import MAX_CLIENTS, Server
 from agent.kernel import connections
 from agent.model.errors import AgentError, EnvironmentLacks
 from agent.observe import http
-from agent.observe.http import Answer, HttpServer
+from agent.observe.http import Answer, HttpServer, Request
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="the socket answers root only")
 
@@ -278,15 +278,15 @@ def test_second_agent_is_refused_also_before_the_first_listens(tmp_path: Path) -
 LARGE = bytes(30_000_000)
 
 
-async def page() -> Answer:
+async def page(_: Request) -> Answer:
     return Answer.of({"ok": True})
 
 
-async def large() -> Answer:
+async def large(_: Request) -> Answer:
     return Answer(200, LARGE)
 
 
-async def broken() -> Answer:
+async def broken(_: Request) -> Answer:
     raise KeyError("oops")
 
 
@@ -315,7 +315,7 @@ class Parts:
 PARTS = Parts()
 
 
-async def long_page() -> Answer:
+async def long_page(_: Request) -> Answer:
     return Answer(200, b"first\n", "text/plain", PARTS)
 
 
@@ -323,9 +323,19 @@ async def get(port: int, path: str) -> tuple[int, bytes]:
     return await fetch(port, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
+async def asked(request: Request) -> Answer:
+    return Answer.of({**request.query, "own_name": request.own_name, "local": request.local})
+
+
 def with_http(part: Callable[[int], Awaitable[None]]) -> None:
     async def run() -> None:
-        pages = {"/page": page, "/long": long_page, "/large": large, "/broken": broken}
+        pages = {
+            "/page": page,
+            "/long": long_page,
+            "/large": large,
+            "/broken": broken,
+            "/asked": asked,
+        }
         server = HttpServer(pages, {"/local": page})
         port = await server.start("127.0.0.1", 0)
         try:
@@ -353,6 +363,53 @@ def test_pages_are_answered(request_line: str, status: int) -> None:
         assert found == status
         if request_line.startswith("GET /page"):
             assert json.loads(body) == {"ok": True}
+
+    with_http(part)
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("127.0.0.1:15020", True),
+        ("[::1]:15020", True),
+        ("::1", True),
+        ("localhost:15020", True),
+        ("node1", True),
+        (socket.gethostname(), True),
+        ("evil.example", False),
+        ("EVIL.example:15020", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example:80", False),
+    ],
+)
+def test_pages_for_this_host_are_not_for_who_was_led_here_by_a_strange_name(
+    host: str, own: bool
+) -> None:
+    async def part(port: int) -> None:
+        request = f"GET %s HTTP/1.1\r\nHost: {host}\r\n\r\n"
+        status, _ = await fetch(port, request % "/local")
+        assert status == (200 if own else 403)
+        assert (await fetch(port, request % "/page"))[0] == 200  # Prometheus has such names
+        _, body = await fetch(port, request % "/asked")
+        assert json.loads(body) == {"own_name": own, "local": own}
+
+    with_http(part)
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("?a=1&b=x%20y+z", {"a": "1", "b": "x y z"}),
+        ("?a=1&a=2", {"a": "2"}),
+        ("?a=%ff%00%E2%98%83", {"a": "\ufffd\0\u2603"}),
+        ("?" + "&".join(f"k{number}=v" for number in range(100)), {}),
+        ("?&&=&%", {}),
+    ],
+)
+def test_parameters_are_those_of_the_query(query: str, found: dict[str, str]) -> None:
+    async def part(port: int) -> None:
+        status, body = await get(port, f"/asked{query}")
+        assert (status, json.loads(body)) == (200, {**found, "own_name": True, "local": True})
 
     with_http(part)
 
