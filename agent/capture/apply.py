@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from agent.backends import registry
+from agent.backends.protocol import Step
 from agent.backends.session import Session, writing
 from agent.capture import record, transition
 from agent.capture.observe import hidden, observe
 from agent.capture.transition import BeforeStep, no_hook
+from agent.kernel.adoption import adopt
 from agent.kernel.netns import Netns
-from agent.model.errors import StateUnreadable
+from agent.model.errors import ConnectionsAtRisk, StateUnreadable
 from agent.model.plan import plan
 from agent.model.settings import Settings, dump
-from agent.model.state import EBPF, NFTABLES, NamespaceState
+from agent.model.state import EBPF, GUARD, NFTABLES, NamespaceState
 from agent.model.wanted import Before, Known, before_of, captured, captures, uncaptured
 
 
@@ -28,6 +30,7 @@ class Result:
     duration_ms: float
     warnings: tuple[str, ...] = ()
     steps: tuple[str, ...] = field(default=())
+    spared: int = 0  # connections that were open before there was a capture, and go on past it
 
 
 def apply(
@@ -36,15 +39,17 @@ def apply(
     *,
     backend: str = "auto",
     dry_run: bool = False,
+    careful: bool = False,
     before_step: BeforeStep = no_hook,
 ) -> Result:
     """Make the namespace so: all of it, in every family and table, or nothing.
 
     Whatever captured it before (another version, other flags, another backend, istio-init, half of
-    any of these) is replaced. What is already so is not written again.
+    any of these) is replaced. What is already so is not written again. Connections that are open go
+    on as they are; where that cannot be had, a `careful` run writes nothing.
 
-    Raises: RolledBack, RollbackFailed, StateUnreadable, EnvironmentLacks; InvalidSettings if the
-    backend that was asked for cannot honour them.
+    Raises: ConnectionsAtRisk, if careful; RolledBack, RollbackFailed, StateUnreadable,
+    EnvironmentLacks; InvalidSettings if the backend that was asked for cannot honour them.
     """
     started = time.monotonic()
     wanted = plan(settings)
@@ -58,10 +63,13 @@ def apply(
         change = transition.prepare(
             session, have, lambda state: captured(state, wanted, chosen.name, known, native=native)
         )
+        spared = Spared(netns)
+        if _is_first(netns, have) and chosen.name != EBPF and not dry_run:
+            spared.at_first(careful=careful)
         if not dry_run:
             new = record.Record(dump(settings), known.before or before_of(have))
             with _recorded(netns, found, new):
-                change.run(before_step)
+                change.run(spared.before(before_step))
     return Result(
         backend=chosen.name,
         changed=bool(change.steps),
@@ -70,10 +78,52 @@ def apply(
         warnings=(
             *settings.warnings(),
             *chosen.passed_over,
+            *spared.warnings,
             *_surroundings(have, chosen.name),
         ),
         steps=tuple(step.what for step in change.steps),
+        spared=spared.number,
     )
+
+
+class Spared:
+    """The connections that are open when a namespace is captured for the first time.
+
+    They are looked for before anything is written and, where there are any, once more ahead of each
+    step: by then the guard has woken conntrack, which sees whatever is opened from there on.
+    """
+
+    def __init__(self, netns: Netns) -> None:
+        self.number = 0
+        self.warnings: tuple[str, ...] = ()
+        self._netns = netns
+
+    def at_first(self, *, careful: bool) -> None:
+        """Raises: ConnectionsAtRisk, if careful."""
+        try:
+            self.number = adopt(self._netns)
+        except ConnectionsAtRisk as error:
+            if careful:
+                raise
+            self.warnings = (str(error),)
+
+    def before(self, hook: BeforeStep) -> BeforeStep:
+        """Return what is to be called before each step, besides what was to be called anyway."""
+
+        def both(step: Step) -> None:
+            hook(step)
+            if self.number and step.backend != GUARD:
+                self.number += adopt(self._netns)
+
+        return both
+
+
+def _is_first(netns: Netns, have: NamespaceState) -> bool:
+    """Tell whether nothing captured this namespace before.
+
+    What was opened while a capture was flushed got past the proxy, and is not spared.
+    """
+    return not captures(have) and record.load(netns) is None
 
 
 def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_hook) -> Result:

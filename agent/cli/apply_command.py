@@ -70,6 +70,8 @@ def report(
     what = output.paint(done_word, output.GREEN)
     rules = f", {done.rules} rules" if done.rules else ""
     print(f"{target.name}: {what}{by}{rules}, {done.duration_ms:.0f} ms")
+    if done.spared:
+        print(f"  {done.spared} connections that were open go on past the proxy until they end")
 
 
 def to_json(target: Target, done: Result) -> dict[str, object]:
@@ -81,5 +83,6 @@ def to_json(target: Target, done: Result) -> dict[str, object]:
         "rules": done.rules,
         "duration_ms": done.duration_ms,
         "warnings": list(done.warnings),
+        "spared": done.spared,
         "steps": list(done.steps),
     }

@@ -53,6 +53,8 @@ TRANSPARENT_BIT = 1 << 5  # struct inet_diag_sockopt
 ANY_STATE = 0xFFFFFFFF
 # An unconnected UDP socket is in TCP's state CLOSE.
 LISTENING = {"tcp": 1 << 10, "udp": 1 << 7}
+# All of TCP's states but TIME_WAIT, CLOSE and LISTEN, also while it is being set up or taken down.
+CONNECTED = ANY_STATE & ~(1 << 6 | 1 << 7 | 1 << 10)
 DIAG_REQUEST = struct.Struct("=BBBxI")
 DIAG_ID = struct.Struct("!HH16s16s")
 DIAG_REST = struct.Struct("=IIIII")  # expires, receive and send queue, uid, inode
@@ -104,6 +106,13 @@ class SocketTable(NetlinkSocket):
         """
         found = self._dump(protocol, ANY_STATE, remote[1])
         return tuple(s for s in found if s.remote == remote)
+
+    def connections(self) -> tuple[KernelSocket, ...]:
+        """Return the sockets that are an end of a TCP connection.
+
+        Raises: StateUnreadable if the kernel does not say.
+        """
+        return tuple(self._dump("tcp", CONNECTED, 0))
 
     def remote_of(self, protocol: str, local: Endpoint) -> Endpoint | None:
         """Return where the socket with that own end really sends to.
@@ -176,9 +185,9 @@ class Conntrack(NetlinkSocket):
 
         Raises: StateUnreadable if the kernel does not say.
         """
-        family = AF[Family.IPV4 if source[0].version == 4 else Family.IPV6]
+        head = struct.pack("=BBH", ct_family(source[0]), 0, 0)
         for zone in zones:
-            body = struct.pack("=BBH", family, 0, 0) + _tuple(protocol, source, destination)
+            body = head + ct_tuple(CTA_TUPLE_ORIG, protocol, source, destination)
             if zone:
                 body += attribute(CTA_ZONE, struct.pack("!H", zone))
             try:
@@ -191,7 +200,16 @@ class Conntrack(NetlinkSocket):
         return None
 
 
-def _tuple(protocol: str, source: Endpoint, destination: Endpoint) -> bytes:
+def ct_family(address: Address) -> int:
+    return AF[Family.IPV4 if address.version == 4 else Family.IPV6]
+
+
+def nested(kind: int, value: bytes) -> bytes:
+    return attribute(kind | NLA_F_NESTED, value)
+
+
+def ct_tuple(kind: int, protocol: str, source: Endpoint, destination: Endpoint) -> bytes:
+    """Return one direction of a connection, as ctnetlink takes it."""
     ends = zip(CTA_IP[source[0].version], (source[0], destination[0]), strict=True)
     addresses = b"".join(attribute(type_, address.packed) for type_, address in ends)
     ports = (
@@ -199,9 +217,7 @@ def _tuple(protocol: str, source: Endpoint, destination: Endpoint) -> bytes:
         + attribute(CTA_PROTO_SRC_PORT, struct.pack("!H", source[1]))
         + attribute(CTA_PROTO_DST_PORT, struct.pack("!H", destination[1]))
     )
-    both = attribute(CTA_TUPLE_IP | NLA_F_NESTED, addresses)
-    both += attribute(CTA_TUPLE_PROTO | NLA_F_NESTED, ports)
-    return attribute(CTA_TUPLE_ORIG | NLA_F_NESTED, both)
+    return nested(kind, nested(CTA_TUPLE_IP, addresses) + nested(CTA_TUPLE_PROTO, ports))
 
 
 def _source_of(data: bytes) -> Endpoint:

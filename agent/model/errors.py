@@ -36,6 +36,10 @@ class StateUnreadable(EnvironmentLacks):
     """What is loaded cannot be read, so nothing may be concluded from it and nothing is written."""
 
 
+class ConnectionsAtRisk(EnvironmentLacks):
+    """A change would reset connections that are open, and nothing can spare them."""
+
+
 class KernelRejected(AgentError):
     """The kernel or its tool refused a write. That write changed nothing.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent.kernel.netns import Netns
+from agent.model.state import EBPF, IPTABLES_LEGACY
 from tests.support.capturing import (
     BACKENDS,
     EVERYTHING,
@@ -279,8 +280,7 @@ def test_captured_connections_outlive_other_settings_and_other_backends(
 ) -> None:
     """They do because conntrack stays in use throughout, and it keeps their translation.
 
-    The kernel does not allow as much for the first capture of a pod, which resets connections that
-    are open, unless something made conntrack look at them before (kernel fact 10), nor for remove.
+    The kernel does not allow as much for `remove` (kernel fact 10).
     """
     for first in ("redirect", "tproxy"):
         capture(pod.pod, SETTINGS[first], backend)
@@ -296,6 +296,38 @@ def test_captured_connections_outlive_other_settings_and_other_backends(
             capture(pod.pod, SETTINGS[raw], chosen)
             assert pod.ping() == ("alive",) * 4, (first, chosen, raw)
         pod.release()
+
+
+@pytest.mark.parametrize(
+    ("backend", "raw", "guard"),
+    [
+        *((backend, "redirect", "standing") for backend in BACKENDS),
+        *((backend, "tproxy", "off") for backend in BACKENDS),
+        (EBPF, "redirect", "off"),
+    ],
+)
+def test_first_capture_spares_connections_that_are_open(backend: str, raw: str, guard: str) -> None:
+    """Idle ones, too: conntrack is told of each before there is a rule (kernel fact 10)."""
+    with lab("first") as pod:
+        assert set(pod.hold()) == {"app", "service"}
+        capture(pod.pod, {**SETTINGS[raw], "guard": guard}, backend)
+        try:
+            assert pod.ping() == ("alive",) * 4
+            assert set(pod.dial()) == {"proxy-15001", "proxy-15006"}
+            assert pod.ping() == ("alive",) * 4
+        finally:
+            release(pod.pod)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_got_past_a_flushed_capture_is_not_spared(pod: Lab, backend: str) -> None:
+    capture(pod.pod, SETTINGS["redirect"], backend)
+    inside(pod.pod, "nft", "flush", "ruleset")
+    for tool in ("iptables-legacy", "ip6tables-legacy") * (backend == IPTABLES_LEGACY):
+        inside(pod.pod, tool, "-t", "nat", "-F")
+    assert set(pod.hold()) == {"app", "service"}
+    capture(pod.pod, SETTINGS["redirect"], backend)
+    assert "alive" not in pod.ping()
 
 
 # --- looking leaves no trace ---------------------------------------------------------------------
