@@ -11,7 +11,7 @@
 #define MAX_NETWORKS 64
 #define MAX_SERVERS 16
 #define MAX_PLACES 64
-#define MAX_OWN 32
+#define MAX_OWN 16384
 #define MAX_NAMESPACES 4096
 
 /* Members of one SO_REUSEPORT group that are remembered; each leads to the whole group. */
@@ -38,6 +38,11 @@ struct span {
 struct spans {
 	__u32 count;
 	struct span of[MAX_SPANS];
+};
+
+/* A bit for each port. */
+struct ports {
+	__u32 word[65536 / 32];
 };
 
 /* Ids of a user namespace, `count` of them from `inside` on, and which they are outside. */
@@ -67,17 +72,16 @@ struct capture {
 	__u16 proxy_port, inbound_port, tunnel_port, dns_port;
 	struct id_range user_ids, group_ids; /* count 0: all ids are the node's own */
 	struct spans proxy_uid, proxy_gid, groups;
-	struct spans inbound_ports, outbound_ports_exclude, outbound_ports_include;
+	struct spans outbound_ports_exclude, outbound_ports_include;
+	struct ports inbound_ports;
 	struct network loopback;
 	struct networks exclude, include;
 	__u32 server_count;
 	struct address servers[MAX_SERVERS];
 	__u32 place_count;
 	struct place places[MAX_PLACES];
-	__u32 own_count;
-	struct address own[MAX_OWN]; /* of `places`, the addresses of this namespace, without loopback */
 };
-_Static_assert(sizeof(struct capture) == 11376, "agent/formats/bpf_capture.py packs this");
+_Static_assert(sizeof(struct capture) == 18536, "agent/formats/bpf_capture.py packs this");
 
 /* An address and port as somebody dialled them. */
 struct original {
@@ -97,6 +101,12 @@ struct listener {
 	__u16 family, slot;
 };
 
+/* Of `places`, a single address of the namespace, without loopback. */
+struct own {
+	__u64 netns;
+	struct address address;
+};
+
 struct {
 	MAP_NUMBER(type, BPF_MAP_TYPE_HASH);
 	MAP_NUMBER(max_entries, MAX_NAMESPACES);
@@ -111,6 +121,14 @@ struct {
 	MAP_TYPE(key, struct listener);
 	MAP_TYPE(value, __u64);
 } listeners SEC(".maps");
+
+struct {
+	MAP_NUMBER(type, BPF_MAP_TYPE_HASH);
+	MAP_NUMBER(max_entries, MAX_OWN);
+	MAP_NUMBER(map_flags, BPF_F_NO_PREALLOC);
+	MAP_TYPE(key, struct own);
+	MAP_TYPE(value, __u32);
+} own_addresses SEC(".maps");
 
 inline_always void set_ipv4(struct address *out, __u32 ipv4)
 {

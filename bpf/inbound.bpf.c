@@ -6,10 +6,12 @@
 
 extern char netns_cookie[];
 
-inline_always struct bpf_sock *listener_of(struct listener *key)
+/* Look into every slot of a family; unrolled, which is less for the verifier to look at. */
+inline_always struct bpf_sock *listener_of(struct listener *key, __u16 family)
 {
 	struct bpf_sock *found;
 
+	key->family = family;
 #pragma unroll
 	for (int i = 0; i < SLOTS; i++) {
 		key->slot = i;
@@ -20,32 +22,50 @@ inline_always struct bpf_sock *listener_of(struct listener *key)
 	return 0;
 }
 
-inline_always int is_loopback(const struct address *a)
+inline_always int is_listed(const struct ports *ports, __u32 port)
 {
-	if (is_ipv4(a))
-		return (a->word[3] & net32(0xff000000)) == net32(0x7f000000);
-	return is_ipv6_loopback(a);
+	return ports->word[(port & 0xffff) / 32] >> (port % 32) & 1;
 }
 
-/* Every namespace's program is looked at by the verifier, so its loops are kept small. */
-inline_always int is_own(const struct capture *c, const struct address *a)
+/* Tell whether both ends are this namespace's own; `from` is then of no use.
+ *
+ * What it sends to itself does not arrive. ctx->ingress_ifindex cannot tell: it is the index of the
+ * interface that has the address, also over lo. Whoever is outside and uses such a source never
+ * gets an answer. An address may be so new that it is not known as one's own yet; its calls to
+ * loopback, which turned connections are, count all the same. */
+inline_always int stays_inside(struct bpf_sk_lookup *ctx, struct own *from)
 {
-	for (int i = 0; i < MAX_OWN; i++) {
-		if (i >= c->own_count)
-			return 0;
-		if (same(&c->own[i], a))
+	__u32 of4 = ctx->remote_ip4, to4 = ctx->local_ip4;
+	struct address to;
+
+	asm volatile("" : "+r"(of4), "+r"(to4)); /* as in READ_ADDRESS */
+	if (ctx->family == AF_INET) {
+		if ((of4 & net32(0xff000000)) == net32(0x7f000000) ||
+		    (to4 & net32(0xff000000)) == net32(0x7f000000))
+			return 1;
+		set_ipv4(&from->address, of4);
+	} else {
+		from->address.word[0] = ctx->remote_ip6[0];
+		from->address.word[1] = ctx->remote_ip6[1];
+		from->address.word[2] = ctx->remote_ip6[2];
+		from->address.word[3] = ctx->remote_ip6[3];
+		to.word[0] = ctx->local_ip6[0];
+		to.word[1] = ctx->local_ip6[1];
+		to.word[2] = ctx->local_ip6[2];
+		to.word[3] = ctx->local_ip6[3];
+		if (is_ipv6_loopback(&from->address) || is_ipv6_loopback(&to))
 			return 1;
 	}
-	return 0;
+	return !!bpf_map_lookup_elem(&own_addresses, from);
 }
 
 SEC("sk_lookup")
 int inbound(struct bpf_sk_lookup *ctx)
 {
 	__u64 netns = (__u64)netns_cookie;
-	struct listener key = {};
+	struct listener key;
 	struct bpf_sock *found;
-	struct address from, to;
+	struct own from;
 	struct capture *c;
 	__u32 port;
 	long failed;
@@ -56,24 +76,16 @@ int inbound(struct bpf_sk_lookup *ctx)
 	if (!c || (ctx->family != AF_INET && !(c->flags & CAPTURE_IPV6)))
 		return SK_PASS;
 	port = ctx->local_port;
-	if (port == c->tunnel_port || any_span(&c->inbound_ports, port) == !!(c->flags & INBOUND_ALL))
+	if (port == c->tunnel_port || is_listed(&c->inbound_ports, port) == !!(c->flags & INBOUND_ALL))
 		return SK_PASS;
-	/* What this namespace sends to itself does not arrive. ctx->ingress_ifindex cannot tell: it
-	 * is the index of the interface that has the address, also over lo. Whoever is outside and
-	 * uses such a source never gets an answer. An address may be so new that it is not known as
-	 * one's own yet; its calls to loopback, which turned connections are, pass all the same. */
-	READ_ADDRESS(from, ctx, ctx->family, remote_ip4, remote_ip6);
-	READ_ADDRESS(to, ctx, ctx->family, local_ip4, local_ip6);
-	if (is_loopback(&to) || is_loopback(&from) || is_own(c, &from))
+	from.netns = netns;
+	if (stays_inside(ctx, &from))
 		return SK_PASS;
 	key.netns = netns;
 	key.port = c->inbound_port;
-	key.family = ctx->family;
-	found = listener_of(&key);
-	if (!found && key.family == AF_INET) { /* one of [::] that takes IPv4, too */
-		key.family = AF_INET6;
-		found = listener_of(&key);
-	}
+	found = ctx->family == AF_INET ? listener_of(&key, AF_INET) : 0;
+	if (!found) /* of [::], which may take IPv4, too */
+		found = listener_of(&key, AF_INET6);
 	if (!found)
 		return SK_DROP;
 	failed = bpf_sk_assign(ctx, found, 0);

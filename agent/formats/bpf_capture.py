@@ -1,14 +1,15 @@
-"""An entry of the programs' map `captures` <-> settings, as bpf/capture.h lays it out."""
+"""Entries of the programs' maps <-> settings, as bpf/capture.h lays them out."""
 
+import array
 import ipaddress
 import struct
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from agent.model import numbers
 from agent.model.enrolment import (
     MAX_NETWORKS,
-    MAX_OWN,
     MAX_PLACES,
     MAX_SERVERS,
     MAX_SPANS,
@@ -27,18 +28,21 @@ _HEAD = struct.Struct("=IHHHH")
 _COUNT = struct.Struct("=I")
 _RANGE = struct.Struct("=III")
 _SPANS = struct.Struct(f"={1 + 2 * MAX_SPANS}I")
+_PORTS_SIZE = 65536 // 8
 _NETWORK = struct.Struct("=16s16s")
+COOKIE = struct.Struct("=Q")
 _ADDRESS = struct.Struct("=16s")
+_OWN = struct.Struct("=Q16s")
 _PLACE = struct.Struct("=16s16s16sI")
 SIZE = (
     _HEAD.size
     + 2 * _RANGE.size
-    + 6 * _SPANS.size
+    + 5 * _SPANS.size
+    + _PORTS_SIZE
     + _NETWORK.size
     + 2 * (_COUNT.size + MAX_NETWORKS * _NETWORK.size)
     + (_COUNT.size + MAX_SERVERS * _ADDRESS.size)
     + (_COUNT.size + MAX_PLACES * _PLACE.size)
-    + (_COUNT.size + MAX_OWN * _ADDRESS.size)
 )
 
 
@@ -47,7 +51,6 @@ def encode(settings: Settings, site: Site) -> bytes:
     loopback = settings.host_ipv4_loopback_cidr
     inbound, groups = settings.inbound_ports_include, settings.owner_groups_include
     include = settings.outbound_ip_ranges_include
-    found = site.places
     servers = (*settings.dns_servers_v4, *settings.dns_servers_v6)
     return b"".join(
         (
@@ -63,15 +66,14 @@ def encode(settings: Settings, site: Site) -> bytes:
             _spans(settings.proxy_uid),
             _spans(settings.proxy_gid),
             _spans(settings.owner_groups_exclude if groups.everything else groups.items),
-            _spans(settings.inbound_ports_exclude if inbound.everything else inbound.items),
             _spans(settings.outbound_ports_exclude),
             _spans(settings.outbound_ports_include),
+            _ports(settings.inbound_ports_exclude if inbound.everything else inbound.items),
             _network(loopback),
             _table(MAX_NETWORKS, _NETWORK, map(_network, settings.outbound_ip_ranges_exclude)),
             _table(MAX_NETWORKS, _NETWORK, map(_network, include.items)),
             _table(MAX_SERVERS, _ADDRESS, map(_address, servers)),
-            _table(MAX_PLACES, _PLACE, map(_place, found)),
-            _table(MAX_OWN, _ADDRESS, map(_address, _own(found)[:MAX_OWN])),
+            _table(MAX_PLACES, _PLACE, map(_place, site.places)),
         )
     )
 
@@ -90,16 +92,32 @@ def _flags(settings: Settings) -> int:
     return sum(mark for mark, on in marks.items() if on)
 
 
-def _own(places: Iterable[Place]) -> list[Address]:
-    """Return the single addresses that are the namespace's own; loopback goes without saying."""
-    networks = (place.network for place in places if place.local)
+def own_keys(cookie: int, site: Site) -> frozenset[bytes]:
+    """Return the keys in `own_addresses` of a namespace; that loopback is its own goes without."""
+    networks = (place.network for place in site.places if place.local)
     alone = (n.network_address for n in networks if n.prefixlen == n.max_prefixlen)
-    return [address for address in alone if not address.is_loopback]
+    return frozenset(_OWN.pack(cookie, _address(a)) for a in alone if not a.is_loopback)
 
 
 def _spans(spans: tuple[Span, ...]) -> bytes:
     words = [word for span in spans for word in (span.first, span.last)]
     return _SPANS.pack(len(spans), *words, *([0] * (2 * MAX_SPANS - len(words))))
+
+
+def _ports(spans: tuple[Span, ...]) -> bytes:
+    bits = 0
+    for span in spans:
+        bits |= (1 << span.last + 1) - (1 << span.first)
+    return _little(bits.to_bytes(_PORTS_SIZE, "little"))
+
+
+def _little(words: bytes) -> bytes:
+    """Turn words of 32 bits between this machine's order of bytes and little-endian."""
+    if sys.byteorder == "little":
+        return words
+    swapped = array.array("I", words)
+    swapped.byteswap()
+    return swapped.tobytes()
 
 
 def _table(most: int, item: struct.Struct, items: Iterable[bytes]) -> bytes:
@@ -142,6 +160,11 @@ class _Reader:
         count, *words = self.take(_SPANS)
         return tuple(Span(words[2 * i], words[2 * i + 1]) for i in range(_within(count, MAX_SPANS)))
 
+    def ports(self) -> tuple[Span, ...]:
+        words = self.data[self.at : self.at + _PORTS_SIZE]
+        self.at += _PORTS_SIZE
+        return tuple(_runs(int.from_bytes(_little(words), "little")))
+
     def table(self, most: int, item: struct.Struct) -> Iterator[bytes]:
         (count,) = self.take(_COUNT)
         start = self.at
@@ -165,7 +188,8 @@ def decode(data: bytes) -> tuple[Settings, Site]:
     reader = _Reader(data)
     flags, proxy_port, inbound_port, tunnel_port, _ = reader.take(_HEAD)
     users, of_groups = (IdRange(*reader.take(_RANGE)) for _ in range(2))
-    uids, gids, groups, inbound, ports_exclude, ports_include = (reader.spans() for _ in range(6))
+    uids, gids, groups, ports_exclude, ports_include = (reader.spans() for _ in range(5))
+    inbound = reader.ports()
     loopback = reader.network()
     exclude = tuple(map(_network_of, reader.table(MAX_NETWORKS, _NETWORK)))
     include = tuple(map(_network_of, reader.table(MAX_NETWORKS, _NETWORK)))
@@ -193,6 +217,19 @@ def decode(data: bytes) -> tuple[Settings, Site]:
         host_ipv4_loopback_cidr=loopback,
     )
     return settings, Site(places, users, of_groups)
+
+
+def _runs(bits: int) -> Iterator[Span]:
+    """Yield the runs of ones."""
+    start = 0
+    while bits:
+        gap = (bits & -bits).bit_length() - 1
+        bits >>= gap
+        length = (~bits & (bits + 1)).bit_length() - 1
+        start += gap
+        yield Span(start, start + length - 1)
+        bits >>= length
+        start += length
 
 
 def _within(count: int, most: int) -> int:

@@ -4,6 +4,7 @@ Whatever needs an object file linked is done by libbpf in `agent.kernel.bpf_load
 library and costs a few microseconds a call.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -26,6 +27,7 @@ LICENSE = b"Dual BSD/GPL\0"
 MOST_PROGRAMS = 64
 QUERY_EFFECTIVE = 1
 
+_number = SYSCALL.get(platform.machine())
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,11 +36,10 @@ def call(command: int, attributes: bytes) -> tuple[int, bytes]:
 
     Raises: OSError.
     """
-    number = SYSCALL.get(platform.machine())
-    if number is None:
+    if _number is None:
         raise OSError(errno.ENOSYS, f"bpf(2) has no known number on {platform.machine()}")
     buffer = ctypes.create_string_buffer(attributes, max(len(attributes), 128))
-    result = int(_libc.syscall(number, command, buffer, len(buffer)))
+    result = int(_libc.syscall(_number, command, buffer, len(buffer)))
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
@@ -61,6 +62,15 @@ def get(path: str | os.PathLike[str]) -> int:
 def pin(fd: int, path: str | os.PathLike[str]) -> None:
     name = ctypes.create_string_buffer(os.fsencode(path))
     call(OBJ_PIN, struct.pack("=QII", _at(name), fd, 0))
+
+
+@contextlib.contextmanager
+def opened(fd: int) -> Iterator[int]:
+    """Close a descriptor at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 # --- maps -----------------------------------------------------------------------------------------
@@ -194,6 +204,16 @@ def link_info(fd: int) -> LinkInfo:
 
 
 LINK_TYPE_CGROUP = 3
+
+
+def link_at(path: str | os.PathLike[str]) -> LinkInfo | None:
+    """Return what the link that is pinned at a path holds, None where there is no pin."""
+    try:
+        fd = get(path)
+    except FileNotFoundError:
+        return None
+    with opened(fd):
+        return link_info(fd)
 
 
 def program_name(identity: int) -> str:

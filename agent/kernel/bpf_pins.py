@@ -57,6 +57,29 @@ def about() -> About | None:
     return About(int.from_bytes(value[:4], sys.byteorder), value[4:24])
 
 
+def open_map(name: str) -> bpf.Map:
+    """Open one of the maps. Raises: FileNotFoundError where nothing is loaded."""
+    return bpf.Map.at(base() / "maps" / name)
+
+
+def hook_pin(hook: str) -> Path:
+    return base() / "links" / hook
+
+
+def pods() -> Path:
+    """Return the folder with one link a captured namespace, named after its cookie."""
+    return base() / "pods"
+
+
+def pod_pin(cookie: int) -> Path:
+    return pods() / str(cookie)
+
+
+def adopter() -> Path:
+    """Return where the iterator is that finds listeners, if the kernel can have it."""
+    return base() / "adopt"
+
+
 # --- what this version brings ---------------------------------------------------------------------
 
 
@@ -82,6 +105,11 @@ def build() -> bytes:
     return sha1(
         b"".join(object_file(name) for name in OBJECT_NAMES), usedforsecurity=False
     ).digest()
+
+
+def inbound_name() -> str:
+    """Return what this version's program for arriving connections is called in the kernel."""
+    return f"inbound_{build().hex()[:7]}"
 
 
 # --- loading --------------------------------------------------------------------------------------

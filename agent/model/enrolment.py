@@ -19,10 +19,9 @@ MAX_SPANS = 64
 MAX_NETWORKS = 64
 MAX_SERVERS = 16
 MAX_PLACES = 64
-MAX_OWN = 32
 
 # Raised with every change of a map's layout: what other versions pinned is then not touched.
-LAYOUT = 1
+LAYOUT = 2
 
 Item = TypeVar("Item", Span, Network, Address)
 
@@ -115,7 +114,6 @@ _CAPACITY = {
     **dict.fromkeys(
         (
             *("proxy_uid", "proxy_gid", "owner_groups_include", "owner_groups_exclude"),
-            *("inbound_ports_include", "inbound_ports_exclude"),
             *("outbound_ports_include", "outbound_ports_exclude"),
         ),
         MAX_SPANS,
@@ -145,8 +143,10 @@ def effective(settings: Settings) -> Settings:
         # The first user alone is sent in again when it calls its own pod: it stays the first.
         proxy_uid=(settings.proxy_uid[0], *_sorted(settings.proxy_uid[1:])),
         proxy_gid=_sorted(settings.proxy_gid),
-        inbound_ports_include=_selection(inbound),
-        inbound_ports_exclude=_sorted(settings.inbound_ports_exclude if inbound.everything else ()),
+        inbound_ports_include=(
+            EVERYTHING if inbound.everything else Selection(items=_merged(inbound.items))
+        ),
+        inbound_ports_exclude=_merged(settings.inbound_ports_exclude if inbound.everything else ()),
         outbound_ip_ranges_include=replace(include, items=_networks(include.items, ipv6)),
         outbound_ip_ranges_exclude=_networks(settings.outbound_ip_ranges_exclude, ipv6),
         outbound_ports_include=_sorted(settings.outbound_ports_include),
@@ -168,6 +168,17 @@ def _sorted(items: Iterable[Item]) -> tuple[Item, ...]:
 
 def _selection(selection: Selection) -> Selection:
     return EVERYTHING if selection.everything else Selection(items=_sorted(selection.items))
+
+
+def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Return the same ports in as few spans as can be, which is how a set of bits reads."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.first <= found[-1].last + 1:
+            found[-1] = Span(found[-1].first, max(found[-1].last, span.last))
+        else:
+            found.append(span)
+    return tuple(found)
 
 
 def _networks(networks: Iterable[Network], ipv6: bool) -> tuple[Network, ...]:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from agent.backends import ebpf
 from agent.backends.session import reading
 from agent.capture.apply import Result, apply, remove
 from agent.capture.check import Report, check
@@ -28,6 +27,7 @@ from agent.capture.observe import observe
 from agent.capture.probing.probe import probe
 from agent.explain.render import summary
 from agent.explain.trace import trace
+from agent.formats.bpf_capture import COOKIE
 from agent.kernel import bpf, bpf_loader, bpf_pins
 from agent.kernel.netns import Netns
 from agent.kernel.topology import read_host
@@ -146,7 +146,7 @@ def test_what_a_namespace_that_is_gone_left_goes_with_the_next_change(netns: str
         capture(netns, {**EVERYTHING, "outbound_ports_exclude": str(random.randint(1, 9999))})
         time.sleep(0.05)
     with bpf.Map.at(bpf_pins.base() / "maps" / "captures") as captures:
-        assert list(captures.keys()) == [ebpf.COOKIE.pack(cookie(netns))]
+        assert list(captures.keys()) == [COOKIE.pack(cookie(netns))]
 
 
 def test_dry_run_writes_nothing(netns: str) -> None:
@@ -204,10 +204,18 @@ def detach(pin: Path) -> None:
 
 def spoil_settings(name: str) -> None:
     with bpf.Map.at(bpf_pins.base() / "maps" / "captures") as captures:
-        key = ebpf.COOKIE.pack(cookie(name))
+        key = COOKIE.pack(cookie(name))
         entry = captures.lookup(key)
         assert entry is not None
         captures.update(key, entry[:4] + (16001).to_bytes(2, sys.byteorder) + entry[6:])
+
+
+def forget_addresses(name: str) -> None:
+    inside(name, "ip", "addr", "add", "10.3.3.4/32", "dev", "lo")
+    capture(name)
+    with bpf.Map.at(bpf_pins.base() / "maps" / "own_addresses") as own:
+        for key in list(own.keys()):
+            own.delete(key)
 
 
 DRIFT: Mapping[str, tuple[Callable[[str], object], str]] = {
@@ -231,6 +239,10 @@ DRIFT: Mapping[str, tuple[Callable[[str], object], str]] = {
         spoil_settings,
         "proxy_port: 16001 is loaded, and not 15001",
     ),
+    "an own address is forgotten": (
+        forget_addresses,
+        "the program for inbound connections does not know the namespace's addresses",
+    ),
     "an address is new": (
         lambda name: inside(name, "ip", "addr", "add", "10.3.3.3/32", "dev", "lo"),
         "the programs do not know that 10.3.3.3/32 is an address of the namespace, from 10.3.3.3",
@@ -251,7 +263,7 @@ def test_drift_is_named_and_put_right(netns: str, about: str) -> None:
 def test_a_missing_entry_is_no_capture(netns: str) -> None:
     capture(netns)
     with bpf.Map.at(bpf_pins.base() / "maps" / "captures") as captures:
-        captures.delete(ebpf.COOKIE.pack(cookie(netns)))
+        captures.delete(COOKIE.pack(cookie(netns)))
     assert "the namespace is not enrolled" in found_wrong(netns)
     capture(netns)
     assert found_wrong(netns) == []
@@ -264,7 +276,7 @@ def test_layout_of_another_version_is_not_touched(netns: str) -> None:
     with bpf.Map.at(bpf_pins.base() / "maps" / "about") as about:
         about.update(bytes(4), (LAYOUT + 1).to_bytes(4, sys.byteorder) + bytes(20))
     before = pinned()
-    with pytest.raises(StateUnreadable, match=r"another version of the agent \(layout 2"):
+    with pytest.raises(StateUnreadable, match=r"another version of the agent \(layout 3"):
         capture(netns)
     with namespace("other") as other:
         done = capture(other, backend="nftables")

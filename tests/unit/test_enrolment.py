@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from agent.explain.walk import Layer, walk
-from agent.formats.bpf_capture import SIZE, decode, encode
+from agent.formats.bpf_capture import COOKIE, SIZE, decode, encode, own_keys
 from agent.formats.iptables_save import parse as parse_rules
 from agent.formats.iptables_save import render
 from agent.model.enrolment import IdRange, Place, Site, effective, refusals, verdict
@@ -15,6 +15,7 @@ from agent.model.host import Host, Interface, Route
 from agent.model.packet import Kind, Packet
 from agent.model.plan import plan
 from agent.model.settings import Settings, parse
+from agent.model.values import Span
 from tests.support.behaviour_cast import CREDENTIALS, HOSTS, PROBES, Probe
 from tests.support.behaviour_settings import random_settings
 
@@ -133,6 +134,30 @@ def test_what_the_programs_are_told_can_be_read_back(number: int) -> None:
     site = Site(places, users=IdRange(0, 100000, 65536))
     assert decode(encode(settings, site)) == (settings, site)
     assert effective(settings) == settings
+
+
+def test_inbound_ports_of_any_number_are_held_and_read_in_as_few_spans_as_can_be() -> None:
+    ports = ",".join(str(port) for port in (*range(1, 400, 2), 7, 8, 9, 443, 444, 65535))
+    settings = effective(parse({"inbound_ports_include": "*", "inbound_ports_exclude": ports}))
+    assert refusals(settings) == ()
+    assert decode(encode(settings, Site())) == (settings, Site())
+    assert settings.inbound_ports_exclude[3:5] == (Span(7, 9), Span(11, 11))
+    assert settings.inbound_ports_exclude[-2:] == (Span(443, 444), Span(65535, 65535))
+
+
+def test_single_addresses_are_the_namespaces_own() -> None:
+    def place(network: str, local: bool) -> Place:
+        return Place(ipaddress.ip_network(network), None, local)
+
+    site = Site(
+        (
+            *(place("10.0.0.2/32", True), place("fd00::2/128", True), place("127.0.0.1/32", True)),
+            *(place("10.1.0.0/16", True), place("10.0.0.9/32", False), place("::1/128", True)),
+        )
+    )
+    four = bytes(10) + b"\xff\xff" + bytes((10, 0, 0, 2))
+    six = ipaddress.ip_address("fd00::2").packed
+    assert own_keys(77, site) == {COOKIE.pack(77) + four, COOKIE.pack(77) + six}
 
 
 @pytest.mark.parametrize("spoilt", [b"", b"\xff" * SIZE])

@@ -1,0 +1,179 @@
+"""One namespace, enrolled with the eBPF programs of the node or taken out again.
+
+The entry is written last when it is enrolled and taken out first, and it is replaced as a whole:
+whatever stops half way has not changed what becomes of a connection.
+"""
+
+import contextlib
+import os
+import random
+import struct
+import sys
+from collections.abc import Iterator
+
+from agent.backends import ebpf_node
+from agent.backends.session import Session
+from agent.formats import bpf_capture, bpf_object
+from agent.formats.bpf_capture import COOKIE
+from agent.kernel import bpf, bpf_pins
+from agent.kernel.borrowed import borrowed, cookie_of
+from agent.kernel.netns import own_id, refuse_node
+from agent.model.enrolment import Enrolment, Site
+from agent.model.errors import EnvironmentLacks
+from agent.model.settings import Settings
+
+SLOTS = 4  # bpf/capture.h
+LISTENER = struct.Struct("=QIHH")  # cookie, port, family, slot
+ADOPTING = struct.Struct("=QII")
+FAMILIES = {4: 2, 6: 10}  # AF_INET, AF_INET6
+SWEPT_AT_ONCE = 4
+PRESENT = (1).to_bytes(4, sys.byteorder)
+
+
+def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Site) -> None:
+    """Capture the namespace. Hold the lock.
+
+    Raises: OSError, NamespaceRefused, StateUnreadable, KernelRejected, EnvironmentLacks.
+    """
+    refuse_node(session.netns, is_self=session.netns.id == own_id())
+    cookie = session.netns.cookie()
+    if cookie is None:
+        raise EnvironmentLacks("eBPF needs Linux 5.15 or newer: namespaces have no cookies here")
+    ebpf_node.bring_up()
+    port = settings.inbound_capture_port
+    _adopt(session, cookie, port)
+    _attach(session, cookie)
+    now = bpf_capture.own_keys(cookie, site)
+    with bpf_pins.open_map("captures") as captures, bpf_pins.open_map("own_addresses") as own:
+        for key in now:
+            own.update(key, PRESENT)
+        captures.update(COOKIE.pack(cookie), bpf_capture.encode(settings, site))
+    _adopt(session, cookie, port)  # also whoever began to listen just before the entry was there
+    if have is not None:
+        _forget("own_addresses", cookie, but=now)
+        _forget("listeners", cookie, but=frozenset(_slots(cookie, port)))
+    sweep(SWEPT_AT_ONCE)
+
+
+def release(session: Session) -> None:
+    """Let go of the namespace, and of the programs if nobody else needs them. Hold the lock.
+
+    Raises: OSError.
+    """
+    about, cookie = bpf_pins.about(), session.netns.cookie()
+    if about is None or cookie is None:
+        return
+    if about.layout == 0:
+        bpf_pins.unload()
+        return
+    _let_go(cookie)
+    sweep()
+    with bpf_pins.open_map("captures") as captures:
+        idle = not any(captures.keys())
+    if idle:
+        bpf_pins.unload()
+
+
+def sweep(most: int | None = None) -> None:
+    """Take out what namespaces that are gone left behind. Hold the lock.
+
+    `most` looks at so many of all, taken at random: enough, if it is done with every new one.
+
+    Raises: OSError.
+    """
+    names = os.listdir(bpf_pins.pods())
+    for name in names if most is None else random.sample(names, min(most, len(names))):
+        found = bpf.link_at(bpf_pins.pod_pin(int(name)))
+        if found is not None and found.target == 0:
+            _let_go(int(name))
+
+
+def _let_go(cookie: int) -> None:
+    with bpf_pins.open_map("captures") as captures:
+        captures.delete(COOKIE.pack(cookie))
+    bpf_pins.pod_pin(cookie).unlink(missing_ok=True)
+    _forget("own_addresses", cookie)
+    _forget("listeners", cookie)
+
+
+def _forget(name: str, cookie: int, but: frozenset[bytes] = frozenset()) -> None:
+    """Take a namespace's keys out of a map; they begin with its cookie."""
+    start = COOKIE.pack(cookie)
+    with bpf_pins.open_map(name) as found:
+        for key in [key for key in found.keys() if key.startswith(start)]:  # noqa: SIM118
+            if key not in but:
+                found.delete(key)
+
+
+# --- the program for what arrives -----------------------------------------------------------------
+
+
+def _attach(session: Session, cookie: int) -> None:
+    """Attach the namespace's own program, or put this version's in its place."""
+    path = bpf_pins.pod_pin(cookie)
+    with contextlib.suppress(FileNotFoundError), bpf.opened(bpf.get(path)) as fd:
+        info = bpf.link_info(fd)
+        if info.target == session.netns.id.ino:
+            if bpf.program_name(info.program) != bpf_pins.inbound_name():
+                with _inbound_program(cookie) as program:
+                    bpf.exchange(fd, program)
+            return
+        path.unlink()
+    with (
+        _inbound_program(cookie) as program,
+        bpf.opened(bpf.link(program, session.netns.fd, bpf.ATTACH_SK_LOOKUP)) as fd,
+    ):
+        bpf.pin(fd, path)
+
+
+@contextlib.contextmanager
+def _inbound_program(cookie: int) -> Iterator[int]:
+    with contextlib.ExitStack() as stack:
+        symbols: dict[str, bpf_object.MapFd | bpf_object.Number] = {
+            name: bpf_object.MapFd(stack.enter_context(bpf_pins.open_map(name)).fd)
+            for name in ("captures", "listeners", "own_addresses")
+        }
+        symbols["netns_cookie"] = bpf_object.Number(cookie)
+        code = bpf_object.link(bpf_pins.object_file("inbound.bpf.o"), "sk_lookup", symbols)
+        with bpf.opened(bpf.load_sk_lookup(code, bpf_pins.inbound_name())) as fd:
+            yield fd
+
+
+# --- who listens ----------------------------------------------------------------------------------
+
+
+def listening(session: Session, port: int) -> set[int]:
+    """Return the IP versions of the sockets that listen on a port."""
+    listeners = session.sockets.listeners("tcp")
+    return {found.local[0].version for found in listeners if found.local[1] == port}
+
+
+def listener_keys(cookie: int, port: int, version: int) -> list[bytes]:
+    """Return the keys under which the programs look for a listener."""
+    return [LISTENER.pack(cookie, port, FAMILIES[version], slot) for slot in range(SLOTS)]
+
+
+def _slots(cookie: int, port: int) -> Iterator[bytes]:
+    for version in FAMILIES:
+        yield from listener_keys(cookie, port, version)
+
+
+def _adopt(session: Session, cookie: int, port: int) -> None:
+    """Let the programs know who listens already. Reading the pinned iterator does it.
+
+    Where the kernel has no type information there is none; then the sockets are borrowed.
+    """
+    if not listening(session, port):
+        return
+    path = bpf_pins.adopter()
+    if path.exists():
+        with bpf_pins.open_map("adopting") as adopting:
+            adopting.update(bytes(4), ADOPTING.pack(cookie, port, 0))
+        session.netns.run(path.read_bytes)
+        return
+    inodes = (s.inode for s in session.sockets.listeners("tcp") if s.local[1] == port)
+    with borrowed(frozenset(inodes)) as found, bpf_pins.open_map("listeners") as listeners:
+        for held in found:
+            slot = cookie_of(held) % SLOTS
+            key = LISTENER.pack(cookie, port, held.family, slot)
+            listeners.update(key, held.fileno().to_bytes(8, sys.byteorder))

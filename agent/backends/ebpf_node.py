@@ -1,0 +1,69 @@
+"""The programs of the node: whether they are loaded and in force, and how that is put right."""
+
+import os
+from collections.abc import Iterator
+
+from agent.kernel import bpf, bpf_loader, bpf_pins
+from agent.model import enrolment
+from agent.model.errors import StateUnreadable
+
+
+def refuse_other_layout(about: bpf_pins.About) -> None:
+    """Refuse to read or write what another version of the agent laid out.
+
+    Raises: StateUnreadable.
+    """
+    if about.layout not in (0, enrolment.LAYOUT):
+        raise StateUnreadable(
+            f"{bpf_pins.base()} holds the programs of another version of the agent (layout "
+            f"{about.layout}, and here {enrolment.LAYOUT}), which this one cannot take over; "
+            f"`rm -r {bpf_pins.base()}` ends every capture of theirs"
+        )
+
+
+def bring_up() -> None:
+    """Load the programs of this version, if what is loaded is not that already. Hold the lock.
+
+    Raises: StateUnreadable, KernelRejected, EnvironmentLacks.
+    """
+    about = bpf_pins.about()
+    if about is not None:
+        refuse_other_layout(about)
+        if not any(faults(about)):
+            return
+    bpf_pins.load()
+
+
+def faults(about: bpf_pins.About) -> Iterator[str]:
+    """Say what is not as this version would have it."""
+    if about != bpf_pins.About(enrolment.LAYOUT, bpf_pins.build()):
+        yield "the programs are not those of this version of the agent"
+    for hook in bpf_loader.HOOKS:
+        found = bpf.link_at(bpf_pins.hook_pin(hook))
+        if found is None:
+            yield f"{hook} is not attached"
+        elif found.target != bpf_pins.ROOT_CGROUP:
+            yield f"{hook} was detached from the root of cgroup2"
+
+
+def ahead() -> Iterator[str]:
+    """Say whose programs see a connection first, such as another's load balancer at the socket.
+
+    Those of another agent, which has other pins, ask for its own pods only.
+    """
+    root = bpf_pins.cgroup_root()
+    if root is None:
+        return
+    with bpf.opened(os.open(root, os.O_RDONLY | os.O_DIRECTORY)) as target:
+        for hook in ("connect4", "connect6"):
+            ours = bpf.link_at(bpf_pins.hook_pin(hook))
+            order = bpf.attached(target, bpf_loader.HOOKS[hook])
+            if ours is None or ours.program not in order:
+                continue
+            for program in order[: order.index(ours.program)]:
+                name = bpf.program_name(program)
+                if name != hook:
+                    yield (
+                        f"cgroup {hook}: the program {name or '?'} (id {program}) of somebody else "
+                        "runs before the capture and may turn a connection first"
+                    )
