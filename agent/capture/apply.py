@@ -11,12 +11,13 @@ from agent.backends.session import Session, writing
 from agent.capture import record, transition
 from agent.capture.observe import hidden, observe
 from agent.capture.transition import BeforeStep, no_hook
+from agent.kernel import routing
 from agent.kernel.adoption import adopt
 from agent.kernel.netns import Netns
-from agent.model.errors import ConnectionsAtRisk, StateUnreadable
-from agent.model.plan import plan
+from agent.model.errors import ConnectionsAtRisk, EnvironmentLacks, StateUnreadable
+from agent.model.plan import LocalRoute, plan
 from agent.model.settings import Settings, dump
-from agent.model.state import EBPF, GUARD, NFTABLES, NamespaceState
+from agent.model.state import EBPF, GUARD, NFTABLES, NamespaceState, routes_without
 from agent.model.wanted import Before, Known, before_of, captured, captures, uncaptured
 
 
@@ -63,6 +64,7 @@ def apply(
         change = transition.prepare(
             session, have, lambda state: captured(state, wanted, chosen.name, known, native=native)
         )
+        _refuse_lo_down(session, have, change.want)
         spared = Spared(netns)
         if _is_first(netns, have) and chosen.name != EBPF and not dry_run:
             spared.at_first(careful=careful)
@@ -156,6 +158,16 @@ def _refuse_unreadable(have: NamespaceState, chosen: registry.Choice) -> None:
     for reason in have.unreadable:
         if reason.startswith(f"{chosen.name}:"):
             raise StateUnreadable(f"{reason}; nothing was written. Use --backend {NFTABLES}")
+
+
+def _refuse_lo_down(session: Session, have: NamespaceState, want: NamespaceState) -> None:
+    missing = routes_without(want.routes, have.routes)
+    through_lo = any(isinstance(route, LocalRoute) for route in missing)
+    if through_lo and not routing.lo_is_up(session.rtnl):
+        raise EnvironmentLacks(
+            "lo is down in the namespace, and TPROXY needs a route through it; nothing was "
+            "written. Run `ip link set lo up` there"
+        )
 
 
 def _refuse_hidden(session: Session, have: NamespaceState) -> None:

@@ -5,6 +5,7 @@ digested first, and equal digests mean equal rules (agent/kernel/filters.py). So
 again, or at one that holds the same as another, costs next to nothing.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from agent.model.ruleset import Rulesets
 from agent.model.state import EBPF, GUARD, BaseChain, NamespaceState
 from agent.model.wanted import captures
 
-READ_ATTEMPTS = 5
+# How long others may work before each look: a tool that restores its rules in a loop needs some
+# milliseconds at a time.
+PAUSES_S = (0, 0, 0.02, 0.05, 0.1, 0.2, 0.4)
 REMEMBERED = 128
 
 
@@ -90,7 +93,8 @@ def hidden(session: Session, have: NamespaceState) -> tuple[str, ...]:
 def _filters(session: Session) -> _Filters:
     """Return the rules, read anew while somebody else changes them, or known by their digest."""
     previous: _Filters | None = None
-    for _ in range(READ_ATTEMPTS):
+    for pause in PAUSES_S:
+        time.sleep(pause)
         session.forget()
         digest = _digest(session)
         known = _seen.get(digest)

@@ -126,7 +126,7 @@ def _encode_route(route: Route) -> list[object]:
         return ["rule", route.family, route.mark, route.table]
     if isinstance(route, LocalRoute):
         return ["route", route.family, route.table]
-    return ["address", route.family, route.network]
+    return ["address", route.family, f"{route.address}/{route.prefix}"]
 
 
 def _decode_route(words: Any) -> Route:
@@ -135,7 +135,8 @@ def _decode_route(words: Any) -> Route:
         return PolicyRule(family, _word(words[2]), _word(words[3]))
     if kind == "route":
         return LocalRoute(family, _word(words[2]))
-    return LoopbackAddress(family, str(ipaddress.IPv6Interface(words[2])))
+    there = ipaddress.IPv6Interface(words[2])
+    return LoopbackAddress(family, str(there.ip), there.network.prefixlen)
 
 
 def _word(value: Any) -> int:

@@ -18,11 +18,18 @@ from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.capture.observe import observe
 from agent.kernel import routing
-from agent.model import guard
+from agent.model import wall
 from agent.model.errors import AgentError, KernelRejected, RollbackFailed, RolledBack
 from agent.model.plan import Route
 from agent.model.ruleset import Family
-from agent.model.state import GUARD, IPTABLES_LEGACY, NamespaceState, routes_without, same
+from agent.model.state import (
+    GUARD,
+    IPTABLES_LEGACY,
+    IPTABLES_NFT,
+    NamespaceState,
+    routes_without,
+    same,
+)
 from agent.model.undo import undone
 
 BeforeStep = Callable[[Step], None]
@@ -88,27 +95,29 @@ class Transition:
         if self.want.of(GUARD) or (untouched and not _needs_wall(self.steps)):
             yield self.steps, _bare
             return
-        families = guard.families(self.have, self.want)
+        families = wall.families(self.have, self.want)
         if registry.GUARD_BACKEND.missing():
-            yield from self._legacy_stages(families)
+            yield from self._stages_in_iptables(families)
             return
-        wall = guard.rulesets(families)
+        walls = wall.rulesets(families)
         backend = registry.GUARD_BACKEND
 
         def guarded(state: NamespaceState) -> NamespaceState:
-            return replace(state, loaded={**state.loaded, GUARD: wall})
+            return replace(state, loaded={**state.loaded, GUARD: walls})
 
         changes = tuple(step for step in self.steps if step.backend != GUARD)
-        yield backend.steps(self.session, self.have.of(GUARD), wall), None
+        yield backend.steps(self.session, self.have.of(GUARD), walls), None
         yield changes, guarded
-        yield backend.steps(self.session, wall, {}), _bare
+        yield backend.steps(self.session, walls, {}), _bare
 
-    def _legacy_stages(self, families: tuple[Family, ...]) -> Iterator[Stage]:
-        """Without nf_tables the guard stands in the legacy filter table, among what is changed."""
+    def _stages_in_iptables(self, families: tuple[Family, ...]) -> Iterator[Stage]:
+        """Without the nftables tools the wall stands in a filter table among what is changed."""
+        nft = self.have.of(IPTABLES_NFT) or self.want.of(IPTABLES_NFT)
+        flavour = IPTABLES_NFT if nft else IPTABLES_LEGACY
 
         def guarded(state: NamespaceState) -> NamespaceState:
-            legacy = guard.merged(state.of(IPTABLES_LEGACY), families)
-            return replace(state, loaded={**state.loaded, IPTABLES_LEGACY: legacy})
+            walled = wall.merged(state.of(flavour), families)
+            return replace(state, loaded={**state.loaded, flavour: walled})
 
         before, after = guarded(self.have), guarded(self.want)
         yield steps(self.session, self.have, before), None

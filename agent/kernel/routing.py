@@ -23,6 +23,8 @@ from agent.model.ruleset import Family
 AF = {Family.IPV4: socket.AF_INET, Family.IPV6: socket.AF_INET6}
 
 # linux/rtnetlink.h
+RTM_GETLINK = 18
+IFF_UP = 1
 RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 20, 21, 22
 RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 24, 25, 26
 RTM_NEWRULE, RTM_DELRULE, RTM_GETRULE = 32, 33, 34
@@ -41,6 +43,7 @@ IFA_F_NODAD = 0x02
 
 RTMSG = struct.Struct("=BBBBBBBBI")  # struct rtmsg, and struct fib_rule_hdr of the same layout
 IFADDRMSG = struct.Struct("=BBBBI")
+IFINFOMSG = struct.Struct("=BxHiII")
 WORD = struct.Struct("=I")
 FULL_MASK = 0xFFFFFFFF
 LO_INDEX = 1  # the kernel gives lo the first index in every namespace (LOOPBACK_IFINDEX)
@@ -71,6 +74,16 @@ def change(rtnl: NetlinkSocket, remove: Iterable[Route], add: Iterable[Route]) -
         _request(rtnl, "del", route, ignore=gone)
     for route in add:
         _request(rtnl, "add", route, ignore=(errno.EEXIST,))
+
+
+def lo_is_up(rtnl: NetlinkSocket) -> bool:
+    """Tell whether lo is up; while it is down, no route goes through it."""
+    query = IFINFOMSG.pack(socket.AF_UNSPEC, 0, LO_INDEX, 0, 0)
+    for message in rtnl.dump(RTM_GETLINK, query):
+        _, _, index, flags, _ = IFINFOMSG.unpack_from(message.payload)
+        if index == LO_INDEX:
+            return bool(flags & IFF_UP)
+    return False
 
 
 def _policy_rules(rtnl: NetlinkSocket, family: Family, *, masked: bool) -> Iterator[PolicyRule]:
@@ -112,7 +125,7 @@ def _addresses(rtnl: NetlinkSocket) -> Iterator[LoopbackAddress]:
             raw = attributes(message, IFADDRMSG.size)[IFA_ADDRESS]
             address = ipaddress.ip_address(raw)
             if not address.is_loopback:
-                yield LoopbackAddress(Family.IPV6, f"{address}/{prefix}")
+                yield LoopbackAddress(Family.IPV6, str(address), prefix)
 
 
 def _dump(rtnl: NetlinkSocket, kind: int, payload: bytes) -> list[bytes]:
@@ -153,10 +166,9 @@ def _message(route: Route) -> tuple[int, int, bytes]:
         device = attribute(RTA_OIF, WORD.pack(LO_INDEX))
         body = device + attribute(RTA_TABLE, WORD.pack(route.table))
         return RTM_NEWROUTE, RTM_DELROUTE, head + body
-    address, prefix = route.network.split("/")
     # Without NODAD the kernel takes the address on trial first, and a bind to it fails meanwhile.
-    head = IFADDRMSG.pack(family, int(prefix), IFA_F_NODAD, 0, LO_INDEX)
-    packed = ipaddress.ip_address(address).packed
+    head = IFADDRMSG.pack(family, route.prefix, IFA_F_NODAD, 0, LO_INDEX)
+    packed = ipaddress.ip_address(route.address).packed
     return RTM_NEWADDR, RTM_DELADDR, head + attribute(IFA_ADDRESS, packed)
 
 

@@ -70,13 +70,17 @@ class LocalRoute:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LoopbackAddress:
-    """An address on lo that the proxy binds to."""
+    """An address on lo that the proxy binds to.
+
+    The kernel takes an address once, whatever its prefix, so that makes no difference.
+    """
 
     family: Family
-    network: str
+    address: str
+    prefix: int = field(default=128, compare=False)
 
     def command(self) -> str:
-        return f"ip -{self.family.version} addr add {self.network} dev lo"
+        return f"ip -{self.family.version} addr add {self.address}/{self.prefix} dev lo"
 
 
 Route = PolicyRule | LocalRoute | LoopbackAddress
@@ -115,7 +119,7 @@ def routes(settings: Settings) -> tuple[Route, ...]:
     """Return addresses, policy rules and routes in the order in which they must be made."""
     needed: list[Route] = []
     if settings.enable_ipv6:
-        needed.append(LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6))
+        needed.append(LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6.partition("/")[0]))
     if settings.tproxy and settings.inbound_ports_include:
         mark, table = settings.inbound_tproxy_mark, settings.inbound_tproxy_route_table
         needed += [PolicyRule(family, mark, table) for family in settings.families]

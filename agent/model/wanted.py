@@ -13,7 +13,7 @@ from agent.model.plan import CapturePlan, LocalRoute, LoopbackAddress, PolicyRul
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Ruleset, Rulesets, Table
 from agent.model.state import EBPF, GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
 
-PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6)
+PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6.partition("/")[0])
 ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
 
 Shell = tuple[Family, str, str]

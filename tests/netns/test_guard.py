@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from agent.backends import registry
+from agent.backends.protocol import Step
 from tests.support.agent import Agent, running, wait_for
 from tests.support.capturing import (
     BACKENDS,
@@ -271,6 +272,22 @@ def test_without_nftables_the_guard_is_in_the_filter_table(
     assert set(pod.dial()) <= PROXIES
     release(pod.pod)
     assert "GUARD" not in inside(pod.pod, f"{tools(backend)[0]}-save")
+
+
+def test_without_nftables_the_wall_is_in_the_flavour_that_changes(
+    netns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry.GUARD_BACKEND, "missing", lambda: "not here", raising=False)
+    seen: list[str] = []
+
+    def look(step: Step) -> None:
+        seen.append(inside(netns, "iptables-nft-save", "-t", "filter"))
+
+    capture(netns, SETTINGS["redirect"], "iptables-nft")
+    capture(netns, SETTINGS["tproxy-dns"], "iptables-nft", before_step=look)
+    assert any("ISTIO_GUARD" in each for each in seen)
+    assert "ISTIO_GUARD" not in inside(netns, "iptables-nft-save", "-t", "filter")
+    assert inside(netns, "cat", "/proc/net/ip_tables_names") == ""
 
 
 def test_the_command_line_takes_a_guard_and_leaves_the_capture_as_it_is_without(netns: str) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.capture import record
+from agent.backends.session import Session
+from agent.capture import observe, record
 from agent.kernel import filters
 from agent.kernel.netns import Netns
 from agent.model.errors import RolledBack
@@ -212,6 +213,22 @@ def test_what_others_deleted_meanwhile_does_not_come_back(netns: str, flavour: s
         capture(netns, EVERYTHING, f"iptables-{flavour}", before_step=deletes)
     left = inside(netns, *table, "-S", "OUTPUT").splitlines()
     assert left[1:] == [f"-A OUTPUT -d {a}/32 -j ACCEPT" for a in ("1.2.3.5", "1.2.3.4")]
+
+
+def test_another_tool_that_writes_while_its_rules_are_read_is_waited_for(
+    netns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, times = observe._read, iter(range(5))
+
+    def interrupted(session: Session) -> observe._Filters:
+        found = read(session)
+        if next(times, None) is not None:
+            inside(netns, "iptables-nft", "-A", "FORWARD", "-j", "ACCEPT")
+        return found
+
+    monkeypatch.setattr(observe, "_read", interrupted)
+    capture(netns, EVERYTHING, "iptables-nft")
+    assert_in_sync(netns, EVERYTHING, "iptables-nft")
 
 
 @pytest.mark.timeout(30)  # it took minutes

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.conformance import NOBODY, Ran, cli, cli_process, loaded
-from tests.support.netns import path_of, snapshot
+from tests.support.netns import inside, path_of, snapshot
 
 WHOLE = ("-b", "80", "--backend", "iptables-nft")
 
@@ -159,3 +159,12 @@ def test_pod_may_be_named_in_every_form(form: str, netns: str) -> None:
             sleeper.kill()
     assert done.code == 0, done.stderr
     assert "ISTIO_INBOUND" in loaded(netns, "iptables-nft", 4)["nat"]
+
+
+@pytest.mark.parametrize("backend", ["nftables", "iptables-nft", "iptables-legacy"])
+def test_tproxy_is_refused_while_lo_is_down(netns: str, backend: str) -> None:
+    inside(netns, "ip", "link", "set", "lo", "down")
+    before = snapshot(netns)
+    done = cli("apply", "--netns", netns, "-m", "TPROXY", "-b", "80", "--backend", backend)
+    assert_refused(done, "lo is down", "ip link set lo up")
+    assert snapshot(netns) == before

@@ -176,8 +176,9 @@ def test_an_exemption_of_an_interface_that_others_made_stays(
             inside(netns, f"{tool}-{flavour}", "-t", "nat", "-F", "PREROUTING")
 
 
-def test_an_address_that_was_there_before_stays(netns: str) -> None:
-    inside(netns, "ip", "-6", "addr", "add", "::6/128", "dev", "lo", "nodad")
+@pytest.mark.parametrize("prefix", [128, 64])
+def test_an_address_that_was_there_before_stays(netns: str, prefix: int) -> None:
+    inside(netns, "ip", "-6", "addr", "add", f"::6/{prefix}", "dev", "lo", "nodad")
     before = state(netns)
     capture(netns, RICH, "nftables")
     capture(netns, EVERYTHING, "nftables")

@@ -88,8 +88,8 @@ def _undo(route: Route) -> tuple[str, ...]:
             return (*ip, "rule", "del", "fwmark", str(mark), "lookup", str(table))
         case LocalRoute(_, table):
             return (*ip, "route", "flush", "table", str(table))
-        case LoopbackAddress(_, network):
-            return (*ip, "addr", "del", network, "dev", "lo")
+        case LoopbackAddress(_, address, prefix):
+            return (*ip, "addr", "del", f"{address}/{prefix}", "dev", "lo")
 
 
 class Applied:

@@ -1,7 +1,7 @@
 """The wall that stands while a capture is exchanged: new connections are dropped, both ways.
 
 It needs no exemptions, since a first packet that is dropped is sent again within a second and the
-guard stands for milliseconds. Established connections pass, so nothing that runs is cut.
+wall stands for milliseconds. Established connections pass, so nothing that runs is cut.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ from agent.model.ruleset import (
 )
 from agent.model.state import NamespaceState
 
-# Known to `owned` by its prefix, so a guard that was left behind goes with the next change.
+# Known to `owned` by its prefix, so a wall that was left behind goes with the next change.
 CHAIN = "ISTIO_GUARD"
 
 _DROP_NEW = Rule((match("conntrack", "--ctstate", "NEW"),), Target("DROP"))
@@ -26,7 +26,7 @@ _JUMP = Rule((), Target(CHAIN))
 
 @cache
 def rulesets(families: tuple[Family, ...]) -> Rulesets:
-    """Return the guard for these families, the same object for the same families."""
+    """Return the wall for these families, the same object for the same families."""
     hooks = {"INPUT": [_JUMP], "OUTPUT": [_JUMP], CHAIN: [_DROP_NEW]}
     return {family: ruleset_of(family, {"filter": hooks}) for family in families}
 
@@ -38,5 +38,5 @@ def families(*states: NamespaceState) -> tuple[Family, ...]:
 
 
 def merged(loaded: Rulesets, wanted: tuple[Family, ...]) -> Rulesets:
-    """Return what is loaded with the guard ahead of it in the filter table."""
+    """Return what is loaded with the wall ahead of it in the filter table."""
     return owned.merged(loaded, rulesets(wanted))
