@@ -3,6 +3,7 @@
 import fcntl
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -34,6 +35,14 @@ hypothesis_settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis_settings.register_profile("fuzz", max_examples=20_000, deadline=None)
 hypothesis_settings.load_profile("steady")
 
+IN_USER_NAMESPACE = """
+import ctypes
+if ctypes.CDLL(None).unshare(0x10000000 | 0x40000000):  # a user and a network namespace
+    raise SystemExit("unshare")
+print("ready", flush=True)
+input()
+"""
+
 BEFORE = pytest.StashKey[frozenset[str]]()
 RUNS = pytest.StashKey["Runs"]()
 
@@ -43,6 +52,22 @@ def netns() -> Iterator[str]:
     """A fresh network namespace with lo up; the value is its name under /run/netns."""
     with namespace() as name:
         yield name
+
+
+@pytest.fixture
+def user_namespace() -> Iterator[int]:
+    """A process in a network namespace of a user namespace whose ids begin at 100000."""
+    command = (sys.executable, "-I", "-S", "-c", IN_USER_NAMESPACE)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for name in ("uid_map", "gid_map"):
+            Path(f"/proc/{process.pid}/{name}").write_text("0 100000 65536")
+        try:
+            yield process.pid
+        finally:
+            process.kill()
 
 
 @pytest.fixture(autouse=True, scope="session")

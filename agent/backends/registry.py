@@ -13,7 +13,14 @@ from agent.model.enrolment import Enrolment
 from agent.model.errors import EnvironmentLacks, InvalidSettings
 from agent.model.ruleset import Rulesets
 from agent.model.settings import Settings
-from agent.model.state import BACKENDS, EBPF, GUARD, NamespaceState
+from agent.model.state import (
+    BACKENDS,
+    EBPF,
+    GUARD,
+    IPTABLES_LEGACY,
+    IPTABLES_NFT,
+    NamespaceState,
+)
 
 GUARD_TABLE = "intercept-agent-guard"
 
@@ -54,17 +61,28 @@ def choose(wanted: str, state: NamespaceState, settings: Settings) -> Choice:
     if wanted != "auto":
         if refusals := ALL[wanted].refusals(settings):
             raise InvalidSettings(tuple(f"backend {wanted}: {said}" for said in refusals))
-        if lack := ALL[wanted].missing():
+        if lack := _lack(wanted, state):
             raise EnvironmentLacks(f"backend {wanted} cannot be used here: {lack}")
         return Choice(wanted)
     using = in_use(state)
     reasons: list[str] = []
     kept: list[str] = []
     for name in dict.fromkeys((*using, *BACKENDS)):
-        reason = "; ".join(ALL[name].refusals(settings)) or ALL[name].missing()
+        reason = "; ".join(ALL[name].refusals(settings)) or _lack(name, state)
         if reason is None:
             return Choice(name, tuple(f"{name} takes the place of {why}" for why in kept))
         reasons.append(f"{name}: {reason}")
         if name in using:
             kept.append(reasons[-1])
     raise EnvironmentLacks(f"no backend can be used here: {'; '.join(reasons)}")
+
+
+def _lack(name: str, state: NamespaceState) -> str | None:
+    """Return why a backend cannot be used in this namespace, or None."""
+    if state.user_namespace and name in (IPTABLES_NFT, IPTABLES_LEGACY):
+        # net/netfilter/xt_owner.c, owner_check
+        return (
+            "the namespace belongs to a user namespace (hostUsers: false), and the kernel takes "
+            "iptables' owner rules only from inside it; nftables' rules have no such limit"
+        )
+    return ALL[name].missing()

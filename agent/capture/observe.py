@@ -15,7 +15,7 @@ from agent.backends.nftables import TABLE
 from agent.backends.session import Session
 from agent.formats import nft_json
 from agent.formats.nft_native import native_hooks
-from agent.kernel import nft, routing
+from agent.kernel import nft, routing, user_ids
 from agent.model import owned
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.native import NativeHook
@@ -68,6 +68,7 @@ def observe(session: Session) -> NamespaceState:
         base_chains=filters.base_chains,
         unreadable=unreadable,
         native=filters.native,
+        user_namespace=user_ids.owned_by_others(session.netns.fd),
     )
 
 

@@ -13,6 +13,18 @@ INITIAL_USERNS_INODE = 0xEFFFFFFD  # linux/proc_ns.h PROC_USER_INIT_INO
 TIMEOUT_S = 10.0
 
 
+def owned_by_others(netns_fd: int) -> bool:
+    """Tell whether a network namespace belongs to another user namespace than the node's.
+
+    Raises: EnvironmentLacks if that cannot be told.
+    """
+    fd = _user_namespace(netns_fd)
+    try:
+        return _is_others(fd)
+    finally:
+        os.close(fd)
+
+
 def user_ids(netns_fd: int) -> tuple[IdRange, IdRange]:
     """Return the ranges of users and groups; those of the node itself where it has no other.
 
@@ -20,19 +32,27 @@ def user_ids(netns_fd: int) -> tuple[IdRange, IdRange]:
 
     Raises: EnvironmentLacks if that cannot be, or the map is not of one piece.
     """
+    fd = _user_namespace(netns_fd)
     try:
-        fd = fcntl.ioctl(netns_fd, NS_GET_USERNS)
-    except OSError as error:
-        raise EnvironmentLacks(
-            f"cannot tell whose user namespace it is: {error.strerror}; run this as root"
-        ) from error
-    try:
-        if os.fstat(fd).st_ino == INITIAL_USERNS_INODE:
+        if not _is_others(fd):
             return NODE_IDS, NODE_IDS
         users, groups = _maps(fd)
     finally:
         os.close(fd)
     return _range(users), _range(groups)
+
+
+def _user_namespace(netns_fd: int) -> int:
+    try:
+        return fcntl.ioctl(netns_fd, NS_GET_USERNS)
+    except OSError as error:
+        raise EnvironmentLacks(
+            f"cannot tell whose user namespace it is: {error.strerror}; run this as root"
+        ) from error
+
+
+def _is_others(fd: int) -> bool:
+    return os.fstat(fd).st_ino != INITIAL_USERNS_INODE
 
 
 def _maps(fd: int) -> tuple[str, str]:

@@ -51,6 +51,7 @@ class NamespaceState:
     nftables only our own table. `enrolment` is what the eBPF programs were told. `routes` has each
     policy rule as often as it is there: the kernel takes any number of copies. `base_chains` and
     `unreadable` are for reports only, `native` (the nftables tables of others) for packet walks.
+    `user_namespace` says that it belongs to another user namespace than the node's.
     """
 
     loaded: Mapping[str, Rulesets] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class NamespaceState:
     base_chains: tuple[BaseChain, ...] = field(default=(), compare=False)
     unreadable: tuple[str, ...] = field(default=(), compare=False)
     native: tuple[NativeHook, ...] = field(default=(), compare=False)
+    user_namespace: bool = field(default=False, compare=False)
 
     def of(self, backend: str) -> Rulesets:
         return self.loaded.get(backend, {})

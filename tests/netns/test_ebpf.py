@@ -517,13 +517,6 @@ def test_daemon_captures_keeps_and_repairs(tmp_path: Path, netns: str) -> None:
 # --- a user namespace -----------------------------------------------------------------------------
 
 
-STRANGER = """
-import ctypes
-if ctypes.CDLL(None).unshare(0x10000000 | 0x40000000):  # a user and a network namespace
-    raise SystemExit("unshare")
-print("ready", flush=True)
-input()
-"""
 BIND_THERE = """
 import ctypes, os
 for kind in {kinds}:
@@ -532,29 +525,13 @@ for kind in {kinds}:
 """
 
 
-@pytest.fixture
-def strange() -> Iterator[int]:
-    """A process in a network namespace of a user namespace whose ids begin at 100000."""
-    command = (sys.executable, "-I", "-S", "-c", STRANGER)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{process.pid}/{name}").write_text("0 100000 65536")
-        try:
-            yield process.pid
-        finally:
-            process.kill()
-
-
-def test_ids_are_those_of_the_pods_own_user_namespace(strange: int) -> None:
+def test_ids_are_those_of_the_pods_own_user_namespace(user_namespace: int) -> None:
     def bind(uid: int, *kinds: str) -> int:
-        enter = BIND_THERE.format(kinds=kinds, pid=strange)
+        enter = BIND_THERE.format(kinds=kinds, pid=user_namespace)
         code = f"import socket\n{enter}{BIND.format(uid=uid, port=15001)}"
         return int(run(sys.executable, "-I", "-S", "-c", code))
 
-    with Netns.open(f"/proc/{strange}/ns/net") as opened:
+    with Netns.open(f"/proc/{user_namespace}/ns/net") as opened:
         settings = parse({**EVERYTHING, "enable_ipv6": False})
         apply(opened, settings, backend=EBPF)
         assert check(opened, settings).in_sync
