@@ -38,8 +38,9 @@ def faults(about: bpf_pins.About) -> Iterator[str]:
     """Say what is not as this version would have it."""
     if about != bpf_pins.About(enrolment.LAYOUT, bpf_pins.build()):
         yield "the programs are not those of this version of the agent"
+    links = str(bpf_pins.links())
     for hook in bpf_loader.HOOKS:
-        found = bpf.link_at(bpf_pins.hook_pin(hook))
+        found = bpf.link_at(f"{links}/{hook}")
         if found is None:
             yield f"{hook} is not attached"
         elif found.target != bpf_pins.ROOT_CGROUP:
@@ -56,7 +57,7 @@ def ahead() -> Iterator[str]:
         return
     with bpf.opened(os.open(root, os.O_RDONLY | os.O_DIRECTORY)) as target:
         for hook in ("connect4", "connect6"):
-            ours = bpf.link_at(bpf_pins.hook_pin(hook))
+            ours = bpf.link_at(bpf_pins.links() / hook)
             order = bpf.attached(target, bpf_loader.HOOKS[hook])
             if ours is None or ours.program not in order:
                 continue

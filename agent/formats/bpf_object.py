@@ -8,6 +8,7 @@ put these in takes less time than to start that process, and no library.
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -50,22 +51,32 @@ def link(elf: bytes, section: str, symbols: Mapping[str, MapFd | Number]) -> byt
 
     Raises: ValueError if the object is not what it should be, or uses another symbol.
     """
+    instructions, uses = _unlinked(elf, section)
+    code = bytearray(instructions)
+    for at, name in uses:
+        if name not in symbols:
+            raise ValueError(f"section {section} uses {name or 'something'} unknown here")
+        _put(code, at, symbols[name])
+    return bytes(code)
+
+
+@cache
+def _unlinked(elf: bytes, section: str) -> tuple[bytes, tuple[tuple[int, str], ...]]:
+    """Return the instructions of a section, and where in them which symbol is used."""
     sections = list(_sections(elf))
     index = next((i for i, found in enumerate(sections) if found.name == section), None)
     if index is None:
         raise ValueError(f"the object has no section {section}")
-    code = bytearray(sections[index].data)
+    uses = []
     for found in sections:
         if found.kind == SHT_REL and found.info == index:
             table = sections[found.link]
             names = sections[table.link].data
             for at, info in _RELOCATION.iter_unpack(found.data):
                 start, *_ = _SYMBOL.unpack_from(table.data, (info >> 32) * _SYMBOL.size)
-                name = _text(names, start)
-                if info & 0xFFFFFFFF != R_BPF_64_64 or name not in symbols:
-                    raise ValueError(f"section {section} uses {name or 'something'} unknown here")
-                _put(code, at, symbols[name])
-    return bytes(code)
+                known = info & 0xFFFFFFFF == R_BPF_64_64
+                uses.append((at, _text(names, start) if known else ""))
+    return sections[index].data, tuple(uses)
 
 
 def _sections(elf: bytes) -> Iterator[_Section]:

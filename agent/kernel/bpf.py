@@ -212,8 +212,10 @@ def link_at(path: str | os.PathLike[str]) -> LinkInfo | None:
         fd = get(path)
     except FileNotFoundError:
         return None
-    with opened(fd):
+    try:
         return link_info(fd)
+    finally:
+        os.close(fd)
 
 
 def program_name(identity: int) -> str:

@@ -62,8 +62,9 @@ def open_map(name: str) -> bpf.Map:
     return bpf.Map.at(base() / "maps" / name)
 
 
-def hook_pin(hook: str) -> Path:
-    return base() / "links" / hook
+def links() -> Path:
+    """Return the folder with the links of the node's programs, named after them."""
+    return base() / "links"
 
 
 def pods() -> Path:
@@ -94,7 +95,12 @@ def not_built() -> str | None:
 
 
 def object_file(name: str) -> bytes:
-    return (OBJECTS / name).read_bytes()
+    return _content(OBJECTS / name)
+
+
+@cache
+def _content(path: Path) -> bytes:
+    return path.read_bytes()
 
 
 @cache
@@ -188,14 +194,33 @@ def _mounts() -> Iterator[tuple[str, str]]:
 
 def cgroup_root() -> str | None:
     """Return where the root of cgroup2 is mounted, also besides version 1; None: nowhere."""
+    global _cgroup_root
+    if _cgroup_root is None or not _is_same(*_cgroup_root):
+        _cgroup_root = next(_cgroup_roots(), None)
+    return _cgroup_root and _cgroup_root[0]
+
+
+_cgroup_root: tuple[str, int] | None = None
+"""Where it was found, and on which device."""
+
+
+def _is_same(where: str, device: int) -> bool:
+    with contextlib.suppress(OSError):
+        found = os.stat(where)
+        return (found.st_dev, found.st_ino) == (device, ROOT_CGROUP)
+    return False
+
+
+def _cgroup_roots() -> Iterator[tuple[str, int]]:
     for where, kind in _mounts():
         with contextlib.suppress(OSError):
-            if kind == "cgroup2" and os.stat(where).st_ino == ROOT_CGROUP:
-                return where
-    return None
+            if kind == "cgroup2" and (found := os.stat(where)).st_ino == ROOT_CGROUP:
+                yield where, found.st_dev
 
 
 def _mount_bpffs() -> None:
+    if base().exists():  # made by somebody who found or mounted it
+        return
     place = root()
     try:
         place.mkdir(parents=True, exist_ok=True)
