@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent.formats.iptables_save import render_rule
+from agent.formats.nft_words import rule_in_words, spec_in_words
 from agent.model import owned, standing
 from agent.model.enrolment import Enrolment
 from agent.model.ruleset import Chain, Family, Rule, Ruleset, matching
@@ -118,20 +118,16 @@ def _chains(
     for _, rule in missing:
         if pending[rule] > 0:
             pending[rule] -= 1
-            note = _shadow(loaded, rule)
-            yield Difference(**place, chain=name, sign="~", text=_text(name, rule), note=note)
+            words, note = rule_in_words(name, rule), _shadow(loaded, rule)
+            yield Difference(**place, chain=name, sign="~", text=words, note=note)
         else:
-            yield Difference(**place, chain=name, sign="+", text=_text(name, rule))
+            yield Difference(**place, chain=name, sign="+", text=rule_in_words(name, rule))
     pending = moved.copy()
     for _, rule in extra:
         if pending[rule] > 0:
             pending[rule] -= 1
         else:
-            yield Difference(**place, chain=name, sign="-", text=_text(name, rule))
-
-
-def _text(chain: str, rule: Rule) -> str:
-    return render_rule(chain, rule)
+            yield Difference(**place, chain=name, sign="-", text=rule_in_words(name, rule))
 
 
 def _shadow(loaded: tuple[Rule, ...], rule: Rule) -> str:
@@ -139,4 +135,4 @@ def _shadow(loaded: tuple[Rule, ...], rule: Rule) -> str:
     at = loaded.index(rule)
     if at == 0:
         return "should stand further down"
-    return f"rule {at + 1} of the chain; runs after: {render_rule('', loaded[at - 1])[4:]}"
+    return f"rule {at + 1} of the chain; runs after: {spec_in_words(loaded[at - 1])}"

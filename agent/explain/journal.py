@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from agent.explain.branch import Branch, Entry, Visit
 from agent.explain.origin import CAPTURE_PREFIX, setting_of
-from agent.formats.iptables_save import render_spec
+from agent.formats.nft_words import spec_in_words
 from agent.model.packet import Hit, Kind, Outcome, Step, Verdict
 from agent.model.ruleset import BASIC, Family, Rule, Table
 
@@ -33,7 +33,7 @@ class Journal:
             table=visit.table,
             chain=branch.chain,
             number=branch.index,
-            text=render_spec(rule),
+            text=spec_in_words(rule),
             hit=hit,
             why=why,
             setting=setting_of(capture, branch.chain, branch.index) if capture else None,
