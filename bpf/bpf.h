@@ -134,6 +134,7 @@ static struct bpf_sock *(*bpf_sk_lookup_tcp)(void *ctx, struct bpf_sock_tuple *t
 					     __u64 netns, __u64 flags) = (void *)84;
 static long (*bpf_sk_release)(void *sock) = (void *)86;
 static void *(*bpf_sk_storage_get)(void *map, void *sk, void *value, __u64 flags) = (void *)107;
+static __u64 (*bpf_get_current_ancestor_cgroup_id)(int level) = (void *)123;
 static long (*bpf_sk_storage_delete)(void *map, void *sk) = (void *)108;
 static __u64 (*bpf_get_netns_cookie)(void *ctx) = (void *)122;
 static long (*bpf_sk_assign)(void *ctx, void *sk, __u64 flags) = (void *)124;

@@ -13,6 +13,9 @@
 #define MAX_PLACES 64
 #define MAX_OWN 16384
 #define MAX_NAMESPACES 4096
+#define MAX_GROUPS (2 * MAX_NAMESPACES) /* cgroups for which a gate is open */
+#define MAX_PATH 512
+#define MAX_DEPTH 16 /* of a cgroup */
 
 /* Members of one SO_REUSEPORT group that are remembered; each leads to the whole group. */
 #define SLOTS 4
@@ -25,6 +28,8 @@ enum {
 	DNS = 1 << 4,		    /* DNS is captured, of `servers` */
 	DNS_ALL = 1 << 5,	    /* or of any server */
 	LOOPBACK_INCLUDED = 1 << 6, /* a loopback network is among those included */
+	GATE_OPEN = 1 << 7,	    /* nothing is captured before the proxy has listened once */
+	GATE_LISTENER = 1 << 8,	    /* nor is what the processes of `passing` send */
 };
 
 struct address {
@@ -129,6 +134,21 @@ struct {
 	MAP_TYPE(key, struct own);
 	MAP_TYPE(value, __u32);
 } own_addresses SEC(".maps");
+
+/* Namespaces in which the proxy has listened, be it once: a gate there is closed for good. Room is
+ * there from the start, since a proxy that listens must not find none. */
+struct {
+	MAP_NUMBER(type, BPF_MAP_TYPE_HASH);
+	MAP_NUMBER(max_entries, MAX_NAMESPACES);
+	MAP_TYPE(key, __u64);
+	MAP_TYPE(value, __u32);
+} listened SEC(".maps");
+
+/* Whether nothing at all is captured yet. */
+inline_always int is_open(const struct capture *c, __u64 netns)
+{
+	return c->flags & GATE_OPEN && !bpf_map_lookup_elem(&listened, &netns);
+}
 
 inline_always void set_ipv4(struct address *out, __u32 ipv4)
 {

@@ -73,7 +73,7 @@ int inbound(struct bpf_sk_lookup *ctx)
 	if (ctx->protocol != IPPROTO_TCP)
 		return SK_PASS;
 	c = bpf_map_lookup_elem(&captures, &netns);
-	if (!c || (ctx->family != AF_INET && !(c->flags & CAPTURE_IPV6)))
+	if (!c || is_open(c, netns) || (ctx->family != AF_INET && !(c->flags & CAPTURE_IPV6)))
 		return SK_PASS;
 	port = ctx->local_port;
 	if (port == c->tunnel_port || is_listed(&c->inbound_ports, port) == !!(c->flags & INBOUND_ALL))

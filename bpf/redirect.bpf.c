@@ -31,6 +31,23 @@ struct {
 	MAP_TYPE(value, struct original);
 } accepted SEC(".maps");
 
+/* Whose processes a gate lets pass, and the path of that cgroup, which is for people. */
+struct group {
+	__u64 netns, cgroup;
+};
+
+struct path {
+	char text[MAX_PATH];
+};
+
+struct {
+	MAP_NUMBER(type, BPF_MAP_TYPE_HASH);
+	MAP_NUMBER(max_entries, MAX_GROUPS);
+	MAP_NUMBER(map_flags, BPF_F_NO_PREALLOC);
+	MAP_TYPE(key, struct group);
+	MAP_TYPE(value, struct path);
+} passing SEC(".maps");
+
 /* What is loaded; agent/formats/bpf_capture.py knows the fields. */
 struct about {
 	__u32 layout;
@@ -49,6 +66,30 @@ inline_always struct capture *capture_of(void *ctx)
 	__u64 netns = bpf_get_netns_cookie(ctx);
 
 	return bpf_map_lookup_elem(&captures, &netns);
+}
+
+/* Whether the proxy has not listened yet and the calling process need not wait for that. */
+static __attribute__((noinline)) int may_pass(const struct capture *c, __u64 netns)
+{
+	struct group key = { .netns = netns };
+
+	if (!c || bpf_map_lookup_elem(&listened, &netns))
+		return 0;
+	if (c->flags & GATE_OPEN)
+		return 1;
+	for (int level = 1; level < MAX_DEPTH; level++) {
+		key.cgroup = bpf_get_current_ancestor_cgroup_id(level);
+		if (!key.cgroup)
+			return 0;
+		if (bpf_map_lookup_elem(&passing, &key))
+			return 1;
+	}
+	return 0;
+}
+
+inline_always int passes(void *ctx, const struct capture *c)
+{
+	return c->flags & (GATE_OPEN | GATE_LISTENER) && may_pass(c, bpf_get_netns_cookie(ctx));
 }
 
 /* Return an id as the pod's user namespace has it; one that it does not know is nobody's. */
@@ -282,6 +323,10 @@ int connect4(struct bpf_sock_addr *ctx)
 	c = capture_of(ctx);
 	if (!c)
 		return 1;
+	if (passes(ctx, c)) {
+		forget(ctx);
+		return 1;
+	}
 	set_ipv4(&d.to, ctx->user_ip4 ? ctx->user_ip4 : net32(0x7f000001));
 	if (ctx->sk && ctx->sk->src_ip4)
 		set_ipv4(&d.from, ctx->sk->src_ip4);
@@ -312,6 +357,10 @@ int connect6(struct bpf_sock_addr *ctx)
 	c = capture_of(ctx);
 	if (!c)
 		return 1;
+	if (passes(ctx, c)) {
+		forget(ctx);
+		return 1;
+	}
 	d.to.word[0] = ctx->user_ip6[0];
 	d.to.word[1] = ctx->user_ip6[1];
 	d.to.word[2] = ctx->user_ip6[2];
@@ -352,7 +401,7 @@ int sendmsg4(struct bpf_sock_addr *ctx)
 	struct capture *c;
 	int port;
 
-	if (!names_dns(ctx) || !(c = capture_of(ctx)))
+	if (!names_dns(ctx) || !(c = capture_of(ctx)) || passes(ctx, c))
 		return 1;
 	set_ipv4(&d.to, ctx->user_ip4 ? ctx->user_ip4 : net32(0x7f000001));
 	if (ctx->msg_src_ip4)
@@ -378,7 +427,7 @@ int sendmsg6(struct bpf_sock_addr *ctx)
 	struct address to;
 	int port;
 
-	if (!names_dns(ctx) || !(c = capture_of(ctx)))
+	if (!names_dns(ctx) || !(c = capture_of(ctx)) || passes(ctx, c))
 		return 1;
 	d.to.word[0] = ctx->user_ip6[0];
 	d.to.word[1] = ctx->user_ip6[1];
@@ -565,15 +614,20 @@ inline_always void take_over(struct bpf_sock_ops *ctx)
 	bpf_map_delete_elem(&handshakes, &key);
 }
 
-/* The proxy listens: keep the socket, so that inbound connections can be given to it. */
+/* The proxy listens: that closes a gate. Keep the socket, so that inbound connections can be given
+ * to it. */
 inline_always void keep_listener(struct bpf_sock_ops *ctx)
 {
 	struct listener key = {};
+	__u32 port = ctx->local_port, yes = 1;
 	struct capture *c;
 
 	key.netns = bpf_get_netns_cookie(ctx);
 	c = bpf_map_lookup_elem(&captures, &key.netns);
-	if (!c || ctx->local_port != c->inbound_port)
+	if (!c || (port != c->proxy_port && port != c->inbound_port))
+		return;
+	bpf_map_update_elem(&listened, &key.netns, &yes, BPF_ANY);
+	if (port != c->inbound_port)
 		return;
 	key.port = c->inbound_port;
 	key.family = ctx->family;

@@ -6,8 +6,9 @@ first namespace is enrolled, and go with the last. All of it is pinned and works
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from agent.backends import ebpf_enrol, ebpf_node
+from agent.backends import ebpf_enrol, ebpf_gate, ebpf_node
 from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.formats import bpf_capture
@@ -108,7 +109,9 @@ def _read(session: Session, about: bpf_pins.About, cookie: int) -> Enrolment | N
         *_listener_faults(session, cookie, settings.inbound_capture_port),
     )
     stale = tuple(_stale(known, _site(session, settings)))
-    return Enrolment(settings, faults, stale, tuple(ebpf_node.ahead()))
+    settings = replace(settings, init_cgroups=ebpf_gate.passing(cookie))
+    listened = ebpf_gate.has_listened(cookie)
+    return Enrolment(settings, faults, stale, tuple(ebpf_node.ahead()), listened)
 
 
 def _site(session: Session, settings: Settings) -> Site:

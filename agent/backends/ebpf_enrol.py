@@ -11,7 +11,7 @@ import struct
 import sys
 from collections.abc import Iterator
 
-from agent.backends import ebpf_node
+from agent.backends import ebpf_gate, ebpf_node
 from agent.backends.session import Session
 from agent.formats import bpf_capture, bpf_object
 from agent.formats.bpf_capture import COOKIE
@@ -43,11 +43,14 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
     port = settings.inbound_capture_port
     _adopt(session, cookie, port)
     _attach(session, cookie)
+    ebpf_gate.close_if_listening(session, cookie, settings)
+    ebpf_gate.let_pass(cookie, settings.passing)
     now = bpf_capture.own_keys(cookie, site)
     with bpf_pins.open_map("captures") as captures, bpf_pins.open_map("own_addresses") as own:
         for key in now:
             own.update(key, PRESENT)
         captures.update(COOKIE.pack(cookie), bpf_capture.encode(settings, site))
+    ebpf_gate.close_if_listening(session, cookie, settings)
     _adopt(session, cookie, port)  # also whoever began to listen just before the entry was there
     if have is not None:
         _forget("own_addresses", cookie, but=now)
@@ -92,8 +95,8 @@ def _let_go(cookie: int) -> None:
     with bpf_pins.open_map("captures") as captures:
         captures.delete(COOKIE.pack(cookie))
     bpf_pins.pod_pin(cookie).unlink(missing_ok=True)
-    _forget("own_addresses", cookie)
-    _forget("listeners", cookie)
+    for name in ("own_addresses", "listeners", "passing", "listened"):
+        _forget(name, cookie)
 
 
 def _forget(name: str, cookie: int, but: frozenset[bytes] = frozenset()) -> None:
@@ -131,7 +134,7 @@ def _inbound_program(cookie: int) -> Iterator[int]:
     with contextlib.ExitStack() as stack:
         symbols: dict[str, bpf_object.MapFd | bpf_object.Number] = {
             name: bpf_object.MapFd(stack.enter_context(bpf_pins.open_map(name)).fd)
-            for name in ("captures", "listeners", "own_addresses")
+            for name in ("captures", "listeners", "own_addresses", "listened")
         }
         symbols["netns_cookie"] = bpf_object.Number(cookie)
         code = bpf_object.link(bpf_pins.object_file("inbound.bpf.o"), "sk_lookup", symbols)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from agent.backends import registry
 from agent.backends.protocol import Step
 from agent.backends.session import Session, writing
-from agent.capture import record, transition
+from agent.capture import gate, record, transition
 from agent.capture.observe import hidden, observe
 from agent.capture.transition import BeforeStep, no_hook
 from agent.kernel import routing
@@ -41,22 +41,26 @@ def apply(
     backend: str = "auto",
     dry_run: bool = False,
     careful: bool = False,
+    kept: bool = False,
     before_step: BeforeStep = no_hook,
 ) -> Result:
     """Make the namespace so: all of it, in every family and table, or nothing.
 
     Whatever captured it before (another version, other flags, another backend, istio-init, half of
     any of these) is replaced. What is already so is not written again. Connections that are open go
-    on as they are; where that cannot be had, a `careful` run writes nothing.
+    on as they are; where that cannot be had, a `careful` run writes nothing. `kept` is for whoever
+    stays and closes the gate when the proxy listens: it is taken as it stands in the namespace.
 
     Raises: ConnectionsAtRisk, if careful; RolledBack, RollbackFailed, StateUnreadable,
     EnvironmentLacks; InvalidSettings if the backend that was asked for cannot honour them.
     """
     started = time.monotonic()
-    wanted = plan(settings)
     with writing(netns) as session:
         have = observe(session)
         chosen = registry.choose(backend, have, settings)
+        if kept and settings.gate != gate.CLOSED:
+            settings = _with_gate(session, have, settings, chosen.name)
+        wanted = plan(settings)
         _refuse_unreadable(have, chosen)
         _refuse_hidden(session, have)
         known, found = _known(netns, have)
@@ -152,6 +156,15 @@ def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_
         warnings=have.unreadable,
         steps=tuple(step.what for step in change.steps),
     )
+
+
+def _with_gate(
+    session: Session, have: NamespaceState, settings: Settings, backend: str
+) -> Settings:
+    listeners = {found.local[1] for found in session.sockets.listeners("tcp")}
+    ahead = {settings.proxy_port, settings.inbound_capture_port}
+    found = record.load(session.netns)
+    return gate.settled(settings, have, found, backend, listening=bool(listeners & ahead))
 
 
 def _refuse_unreadable(have: NamespaceState, chosen: registry.Choice) -> None:

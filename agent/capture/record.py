@@ -62,13 +62,15 @@ def load(netns: Netns) -> Record | None:
         return None
 
 
-def with_guard(netns: Netns, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings with the guard that was applied here, unless they say which.
+def as_applied(netns: Netns, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings with the guard and the gate that were applied here, unless they say.
 
-    A guard is no part of what is captured: who asks about that does not ask for it to be gone.
+    These are no part of what is captured: who asks about that does not ask for them to be gone.
     """
     found = load(netns)
-    return {"guard": found.settings.get("guard", "off") if found else "off", **settings}
+    applied = found.settings if found else {}
+    kept = {key: applied[key] for key in ("guard", "gate", "init_cgroups") if key in applied}
+    return {"guard": "off", **kept, **settings}
 
 
 def save(netns: Netns, record: Record) -> None:

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         if raw is None:
             raw, origin = _applied(target)
         else:
-            raw, origin = record.with_guard(target.netns, raw), "the settings given here"
+            raw, origin = record.as_applied(target.netns, raw), "the settings given here"
         settings = settings_for(guarded(raw, arguments), target)
         if arguments.verbose:
             print(f"{target.name}: compared with {origin}: {dump(settings)}", file=sys.stderr)

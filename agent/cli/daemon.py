@@ -37,7 +37,8 @@ from agent.node.explanation import explain
 from agent.node.feed import Feed
 from agent.node.leftover_watch import LeftoverWatch
 from agent.node.memory import Memory
-from agent.node.reconciler import Pod, Reconciler
+from agent.node.pod import Pod
+from agent.node.reconciler import Reconciler
 from agent.node.roster import Roster
 from agent.node.source import Source, Update
 from agent.node.worker_client import WorkerClient

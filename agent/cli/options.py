@@ -10,6 +10,7 @@ from typing import Any
 from agent.formats import documents, pod
 from agent.model.errors import InvalidSettings
 from agent.model.settings import KEYS
+from agent.model.state import EBPF
 from agent.model.values import GATES, GUARDS
 
 
@@ -215,8 +216,9 @@ def add_capture_options(parser: argparse.ArgumentParser, *, without: str) -> Non
     parser.add_argument(
         "--gate",
         choices=GATES,
-        default="closed",
-        help="closed; the others need a running agent, which sees when the proxy listens",
+        help="open: nothing is captured before the proxy listens for the first time, which takes "
+        "--backend ebpf or a running agent; listener: the same for init containers alone, which "
+        "takes a running agent (closed)",
     )
     parser.add_argument(
         "--guard",
@@ -247,8 +249,9 @@ def raw_settings(
 
 
 def guarded(given: dict[str, object], arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the settings with the guard that was asked for; by itself it asks for no capture."""
-    return given if arguments.guard is None else {**given, "guard": arguments.guard}
+    """Return the settings with the guard and gate asked for; these alone ask for no capture."""
+    asked = {"guard": arguments.guard, "gate": arguments.gate}
+    return {**given, **{key: value for key, value in asked.items() if value is not None}}
 
 
 def given_settings(
@@ -275,6 +278,7 @@ def given_settings(
         value = getattr(arguments, setting.key)
         if value is not None:
             given[setting.key] = value
+    _refuse_gate(arguments.gate or given.get("gate"), arguments.backend)
     said = bool(given) or arguments.settings is not None
     if "ENVOY_USER" in environment:
         given["envoy_user"] = environment["ENVOY_USER"]
@@ -285,10 +289,22 @@ def _refuse_unsupported(arguments: argparse.Namespace) -> None:
     problems = []
     if arguments.mode != "sidecar":
         problems.append("mode: this version captures sidecar pods only")
-    if arguments.gate != "closed":
-        problems.append(f"gate: {arguments.gate!r} needs a running agent; here it is closed")
     if problems:
         raise InvalidSettings(tuple(problems))
+
+
+def _refuse_gate(gate: object, backend: str) -> None:
+    """Refuse a gate that nobody would close."""
+    if gate == "listener":
+        problem = "gate: 'listener' needs a running agent, which knows the init containers"
+    elif gate == "open" and backend != EBPF:
+        problem = (
+            "gate: 'open' needs a running agent, which sees when the proxy listens, or --backend "
+            "ebpf, whose programs see it themselves"
+        )
+    else:
+        return
+    raise InvalidSettings((problem,))
 
 
 def _known_keys(found: Mapping[str, object], path: str) -> Mapping[str, object]:

@@ -16,8 +16,9 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from agent.model import numbers
 from agent.model.errors import AgentError
+from agent.node.pod import Pod, Wish
 from agent.node.proxies import Proxies
-from agent.node.reconciler import Jobs, Pod, Wish
+from agent.node.reconciler import Jobs
 from agent.observe.http import Answer
 from agent.observe.metrics import CONTENT_TYPE, PREFIX, Metrics
 from agent.proxy import http

@@ -22,6 +22,7 @@ from agent.model.values import EVERYTHING, Address, Network, Networks, Selection
 
 IPV6, INBOUND_ALL, OUTBOUND_ALL, GROUPS_ALL = 1, 2, 4, 8
 DNS, DNS_ALL, LOOPBACK_INCLUDED = 16, 32, 64
+GATE_OPEN, GATE_LISTENER = 128, 256
 
 _MAPPED = bytes(10) + b"\xff\xff"
 _HEAD = struct.Struct("=IHHHH")
@@ -88,6 +89,8 @@ def _flags(settings: Settings) -> int:
         DNS: settings.dns_active,
         DNS_ALL: settings.dns_active and settings.capture_all_dns,
         LOOPBACK_INCLUDED: any(n.network_address.is_loopback for n in include.items),
+        GATE_OPEN: settings.gate == "open",
+        GATE_LISTENER: settings.gate == "listener",
     }
     return sum(mark for mark, on in marks.items() if on)
 
@@ -215,6 +218,7 @@ def decode(data: bytes) -> tuple[Settings, Site]:
         dns_servers_v6=tuple(s for s in servers if s.version == 6),
         enable_ipv6=bool(flags & IPV6),
         host_ipv4_loopback_cidr=loopback,
+        gate=_gate(flags),
     )
     return settings, Site(places, users, of_groups)
 
@@ -230,6 +234,12 @@ def _runs(bits: int) -> Iterator[Span]:
         yield Span(start, start + length - 1)
         bits >>= length
         start += length
+
+
+def _gate(flags: int) -> str:
+    if flags & GATE_OPEN:
+        return "open"
+    return "listener" if flags & GATE_LISTENER else "closed"
 
 
 def _within(count: int, most: int) -> int:

@@ -33,13 +33,15 @@ class Enrolment:
     `settings` are those that the programs work by, None where there are only remains. `faults` are
     sentences on whatever else is not as it should be, and `stale` on addresses and routes that came
     or went since; they do so at any time, so they make no difference between what was written and
-    what is read back. `foreign` has sentences on others' programs that run first.
+    what is read back. `foreign` has sentences on others' programs that run first. `listened` says
+    that the proxy has listened since, be it once: whatever gate there was is closed for good.
     """
 
     settings: Settings | None
     faults: tuple[str, ...] = ()
     stale: tuple[str, ...] = field(default=(), compare=False)
     foreign: tuple[str, ...] = field(default=(), compare=False)
+    listened: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,8 @@ def effective(settings: Settings) -> Settings:
         dns_servers_v6=_sorted(settings.dns_servers_v6 if listed else ()),
         enable_ipv6=ipv6,
         host_ipv4_loopback_cidr=settings.host_ipv4_loopback_cidr,
+        gate=settings.gate,
+        init_cgroups=tuple(sorted(settings.passing)),
     )
 
 

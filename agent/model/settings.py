@@ -63,6 +63,7 @@ class Settings:
     host_ipv4_loopback_cidr: Network = ipaddress.ip_network(numbers.LOOPBACK_V4)
     guard: str = "off"
     gate: str = "closed"
+    init_cgroups: tuple[str, ...] = ()
 
     @property
     def tproxy(self) -> bool:
@@ -72,6 +73,11 @@ class Settings:
     def guarded(self) -> bool:
         """Whether a standing guard is to be kept; see `agent.model.standing`."""
         return self.guard == "standing"
+
+    @property
+    def passing(self) -> tuple[str, ...]:
+        """The cgroups whose processes are let pass: those of init containers, at their gate."""
+        return self.init_cgroups if self.gate == "listener" else ()
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -177,6 +183,7 @@ def _parsers(names: Names) -> dict[str, Callable[[object], object]]:
         "host_ipv4_loopback_cidr": values.loopback_network,
         "guard": values.guard,
         "gate": values.gate,
+        "init_cgroups": values.cgroups,
     }
 
 

@@ -24,8 +24,10 @@ MAX_OWNER_GROUPS = 64
 GUARDS = ("off", "standing")
 GATES = ("closed", "open", "listener")
 MAX_INTERFACE_NAME = 15
+MAX_CGROUP = 500  # a rule holds a path of 511 bytes
 
 INTERFACE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_CGROUP = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.:@-]+")
 
 
 class Names(Protocol):
@@ -359,6 +361,18 @@ def gate(value: object) -> str:
     if value in GATES:
         return str(value)
     raise BadValue(f"{shown(value)} is no gate; write {', '.join(GATES)}")
+
+
+def cgroups(value: object) -> tuple[str, ...]:
+    """Return paths in the hierarchy of cgroup2, each from its root on: `/kubepods/pod1/abc`."""
+    return tuple(dict.fromkeys(map(_cgroup, split(value))))
+
+
+def _cgroup(text: str) -> str:
+    parts = text.removeprefix("/").split("/")
+    if len(text) > MAX_CGROUP or not all(_CGROUP.fullmatch(part) for part in parts):
+        raise BadValue(f"{shown(text)} is no path of a cgroup, such as /kubepods/pod1/abc")
+    return "/" + "/".join(parts)
 
 
 def packet_mark(value: object) -> int:

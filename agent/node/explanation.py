@@ -8,7 +8,8 @@ from agent.model.errors import AgentError
 from agent.model.pod import AUTO, Policy, parsable
 from agent.model.settings import dump, parse
 from agent.node.config import Config
-from agent.node.reconciler import Pod, Reconciler
+from agent.node.pod import Pod
+from agent.node.reconciler import Reconciler
 from agent.node.roster import Entry, Roster, decision_for, model_of
 
 DEFAULT = "default"

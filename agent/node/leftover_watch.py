@@ -18,7 +18,8 @@ from agent.leftovers.finding import Kind, Severity
 from agent.leftovers.node import wants_capture
 from agent.model.errors import AgentError
 from agent.node.events import Events
-from agent.node.reconciler import Jobs, Pod
+from agent.node.pod import Pod
+from agent.node.reconciler import Jobs
 
 # Pods come in bunches, and their proxies need a moment to listen; later, little changes by itself.
 FIRST_PAUSE_S = 5.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agent.kernel.files import replace
 from agent.model.errors import AgentError
-from agent.node.reconciler import Wish
+from agent.node.pod import Wish
 from agent.node.static_source import identity_of
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -20,10 +20,9 @@ from agent.model.errors import AgentError
 from agent.node.events import Events
 from agent.node.feed import Change
 from agent.node.findings import Findings
-from agent.node.news import News
+from agent.node.pod import FIRST_PAUSE_S, SETTLE_S, Pod, Wish
 from agent.node.worker_client import WorkerGone
 
-FIRST_PAUSE_S = 1.0
 GROWTH = 3.0  # of the pause between two looks that found nothing
 LONGEST_PAUSE_S = 120.0
 # Where the kernel tells of every change, the sweep is there only for news that got lost.
@@ -31,88 +30,8 @@ TOLD = frozenset({"nftables", "iptables-nft"})
 LONGEST_PAUSE_IF_TOLD_S = 600.0
 LONGEST_RETRY_S = 60.0
 JITTER = 0.2
-# How long a change is given to be complete. It doubles with every repair that somebody undoes.
-SETTLE_S = 0.05
 LONGEST_SETTLE_S = 10.0
-GATE_OPEN = "its traffic passes until its proxy listens for the first time (gate: open)"
 CALM_S = 16.0  # a capture that was found whole after such a pause has held
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What one pod's namespace should be. `settings` is None for a pod that is left alone.
-
-    `reason` is a short code, `text` the sentence behind it. `sandbox_id` names the namespace for
-    good: under another one, nothing that was done before counts. `network` is the name of the CNI
-    network that the plugin was called for, or nothing where it was not the plugin that told.
-    """
-
-    key: str
-    namespace: str
-    name: str
-    uid: str
-    sandbox_id: str
-    netns: str | None
-    settings: Mapping[str, object] | None
-    reason: str
-    text: str
-    source: str
-    network: str = ""
-
-    @property
-    def label(self) -> str:
-        return f"{self.namespace}/{self.name}" if self.namespace else self.name
-
-
-@dataclass(slots=True)
-class Pod:
-    """One pod as it stands. `state` is one of the contract's words."""
-
-    wish: Wish
-    state: str = "repairing"
-    backend: str | None = None
-    detail: str = ""
-    enrolled: bool = False
-    failures: int = 0
-    pause_s: float = FIRST_PAUSE_S
-    settle_s: float = SETTLE_S
-    whole_s: float = 0.0  # when it was last seen as it should be, on the monotonic clock
-    told_s: float | None = None  # when the kernel first told of a change since
-    changes: News = field(init=False)  # of rules and routes
-    gate: News = field(init=False)  # that the proxy listens
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
-    task: asyncio.Task[None] | None = None
-    published: Mapping[str, object] | None = None  # its last row
-
-    def __post_init__(self) -> None:
-        self.changes = News(self._changed)
-        self.gate = News(self.wake.set)
-
-    def _changed(self) -> None:
-        """Look soon; where the worker is gone, which ends the news, that look asks for it anew."""
-        self.told_s = self.told_s or time.monotonic()
-        self.wake.set()
-
-    def deaf(self) -> None:
-        """Hear no more news. Without that, a namespace would be kept by whoever watches it."""
-        self.changes.close()
-        self.gate.close()
-
-    def row(self) -> dict[str, object]:
-        """Return the pod as the contract's JSON has it."""
-        return {
-            "namespace": self.wish.namespace,
-            "name": self.wish.name,
-            "uid": self.wish.uid,
-            "netns": self.wish.netns,
-            "captured": self.wish.settings is not None,
-            "backend": self.backend,
-            "reason": self.wish.reason,
-            "text": self.detail or self.wish.text,
-            "state": self.state,
-            "source": self.wish.source,
-        }
 
 
 class Jobs(Protocol):
@@ -248,7 +167,7 @@ class Reconciler:
                 # Not wait_for: Python 3.11's takes no notice of a cancel that comes as it ends.
                 async with asyncio.timeout(self._spread(pause_s)):
                     await pod.wake.wait()
-                if pod.enrolled:
+                if pod.enrolled and not pod.gate.falls(pod.wish.sandbox_id):
                     await asyncio.sleep(pod.settle_s)
 
     async def _once(self, pod: Pod) -> float:
@@ -273,16 +192,23 @@ class Reconciler:
         wish = pod.wish
         if not pod.changes.are_about(wish.sandbox_id):
             await pod.changes.follow(partial(self._job, pod, wish, "watch"), wish.sandbox_id)
+        if pod.gate.falls(wish.sandbox_id):
+            await self._apply(pod)
         asked_s = time.monotonic()
         found = Findings.of(await self._job(pod, wish, "check"))
         if wish is not pod.wish:
             return  # what was found is about a wish that is none any more; the next look is due
         pod.backend = found.backend
         if found.in_sync:
-            pod.state, pod.detail, pod.enrolled = "in-sync", "", True
+            pod.state, pod.enrolled = "in-sync", True
             pod.whole_s, pod.told_s = asked_s, None
+            if self._gated(pod, wish) and not pod.gate.is_followed(wish.sandbox_id):
+                await pod.gate.follow(partial(self._job, pod, wish, "gate"), wish.sandbox_id)
+            pod.detail = pod.gate.text(self._wished_gate(wish), wish.sandbox_id)
             return
         drifted = pod.enrolled
+        if self._mode != "repair" and pod.gate.is_open:
+            return  # nothing is there yet, and nothing should be
         if self._mode != "repair":
             self._drifted(pod, found.text, "found")
             return
@@ -311,9 +237,13 @@ class Reconciler:
             return  # said meanwhile: what is there stays
         if not pod.enrolled and await self._may_pass(pod, wish):
             return
+        falls = pod.gate.falls(wish.sandbox_id)
         done = await self._job(pod, wish, "apply")
         pod.backend = str(done["backend"])
-        pod.state, pod.detail, pod.failures = "in-sync", "", 0
+        if falls:
+            pod.gate.shut(wish.sandbox_id)
+        pod.state, pod.failures = "in-sync", 0
+        pod.detail = pod.gate.text(self._wished_gate(wish), wish.sandbox_id)
         pod.pause_s, pod.whole_s, pod.told_s = FIRST_PAUSE_S, time.monotonic(), None
         if done["changed"]:
             self._meter.applied(float(str(done["duration_ms"])) / 1000)
@@ -325,16 +255,21 @@ class Reconciler:
 
     async def _may_pass(self, pod: Pod, wish: Wish) -> bool:
         """Whether the gate is open, so that there is nothing to do until the proxy listens."""
-        if self._settings(wish).get("gate") != "open" or pod.gate.told_of(wish.sandbox_id):
-            return False  # it listened, and may be dead already
-        answer = await pod.gate.follow(partial(self._job, pod, wish, "gate"), wish.sandbox_id)
-        if not answer["open"]:
-            pod.gate.close()
+        if not self._gated(pod, wish):
             return False
-        if pod.detail != GATE_OPEN:
-            self._events.add("gate-open", wish.label, GATE_OPEN)
-        pod.state, pod.detail = "repairing", GATE_OPEN
-        return True
+        await pod.gate.follow(partial(self._job, pod, wish, "gate"), wish.sandbox_id)
+        said = pod.gate.text(self._wished_gate(wish), wish.sandbox_id)
+        if said and pod.detail != said:
+            self._events.add("gate-open", wish.label, said)
+        pod.state, pod.detail = "repairing", said
+        return pod.gate.is_open
+
+    def _gated(self, pod: Pod, wish: Wish) -> bool:
+        """Whether anything would change for the pod once its proxy listens."""
+        return pod.gate.matters(self._wished_gate(wish), wish.sandbox_id)
+
+    def _wished_gate(self, wish: Wish) -> str:
+        return str(self.with_defaults(wish.settings or {})["gate"])
 
     async def _job(self, pod: Pod, wish: Wish, job: str, *pipe: int) -> Mapping[str, object]:
         """Have a job done by a wish, which the pod may have had before it got another."""
@@ -350,21 +285,20 @@ class Reconciler:
             ) from error
         try:
             try:
-                return await self._ask(wish, job, fd, *pipe)
+                return await self._ask(pod, wish, job, fd, *pipe)
             except WorkerGone:  # once more: it is started again, and jobs may be repeated
-                return await self._ask(wish, job, fd, *pipe)
+                return await self._ask(pod, wish, job, fd, *pipe)
         finally:
             os.close(fd)
             if not pod.enrolled:
                 self._meter.phase(job, time.monotonic() - started)
 
-    async def _ask(self, wish: Wish, job: str, *fds: int) -> Mapping[str, object]:
+    async def _ask(self, pod: Pod, wish: Wish, job: str, *fds: int) -> Mapping[str, object]:
+        gate = pod.gate.settings(self._wished_gate(wish), wish.sandbox_id)
+        settings = {**self.with_defaults(wish.settings or {}), **gate}
         return await self._jobs.job(
-            job, *fds, settings=self._settings(wish), backend=self._backend, name=wish.netns
+            job, *fds, settings=settings, backend=self._backend, name=wish.netns
         )
-
-    def _settings(self, wish: Wish) -> Mapping[str, object]:
-        return self.with_defaults(wish.settings or {})
 
     def with_defaults(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Return the settings with the node's gate and guard where they say none."""

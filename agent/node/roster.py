@@ -8,7 +8,8 @@ from agent.model.decision import Decision, decide
 from agent.model.pod import Namespace, Policy
 from agent.model.pod import Pod as ModelPod
 from agent.node.memory import Memory
-from agent.node.reconciler import Pod, Reconciler, Wish
+from agent.node.pod import Pod, Wish
+from agent.node.reconciler import Reconciler
 from agent.node.source import Changed, Gone, PodRecord, Snapshot, Update
 
 PLUGIN = "cni"

@@ -20,7 +20,7 @@ from typing import Any
 
 from agent.backends import registry
 from agent.backends.session import reading
-from agent.capture import record
+from agent.capture import gate, record
 from agent.capture.apply import apply, remove
 from agent.capture.check import check
 from agent.capture.inputs import Target, settings_for
@@ -43,6 +43,7 @@ from agent.proxy import ports
 # Enough that one pod with a slow tool does not hold up the others; the machine has few cores.
 THREADS = 4
 PROCESSES_FRESH_S = 10.0
+GATE_KEYS = frozenset({"gate", "init_cgroups"})
 MAX_FDS = 2  # the namespace, and a pipe or a socket for the jobs that need one
 
 ARRIVALS = Arrivals()
@@ -53,12 +54,15 @@ Job = Callable[[Netns, Mapping[str, Any]], dict[str, object]]
 
 def _apply(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     settings = settings_for(request["settings"], Target(netns, netns.path))
-    done = apply(netns, settings, backend=request.get("backend", "auto"))
+    done = apply(netns, settings, backend=request.get("backend", "auto"), kept=True)
     return {**asdict(done), "settings": dump(settings)}
 
 
 def _check(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
-    raw = record.with_guard(netns, request["settings"])
+    # An open gate closes when the proxy is heard to listen; until then it is as it was applied.
+    gated = request["settings"].get("gate", gate.CLOSED) != gate.CLOSED
+    asked = {k: v for k, v in request["settings"].items() if not (gated and k in GATE_KEYS)}
+    raw = record.as_applied(netns, asked)
     settings = settings_for(raw, Target(netns, netns.path))
     report = check(netns, settings, backend=request.get("backend", "auto"))
     return {
@@ -101,18 +105,26 @@ def _watch(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _gate(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
-    """Tell whether the pod's traffic may pass, and close the pipe when it may not any more.
+    """Tell how the gate stands, and tell the pipe when the proxy listens for the first time.
 
-    It may until its proxy listens for the first time. A capture that is there, or on record, says
-    that it did: a gate that was closed stays so, also when the proxy dies.
+    `closed` is for good, also when the proxy dies. `armed`: there is to be a capture, which lets
+    some or all pass until then. `open`: of rules, there is to be none until then.
     """
     settings = settings_for(request["settings"], Target(netns, netns.path))
     with reading(netns) as session:
-        closed = record.load(netns) is not None or bool(captures(observe(session)))
+        have = observe(session)
+        backend = registry.choose(request.get("backend", "auto"), have, settings).name
+    found = record.load(netns)
     ahead = {settings.proxy_port, settings.inbound_capture_port}
-    if not closed:
-        ARRIVALS.expect(netns, ahead, request["pipe"])
-    return {"open": not closed and not ports.listening(netns, ahead)}
+    stands = gate.stands(have, found)
+    if stands == gate.CLOSED:
+        return {"gate": gate.CLOSED}
+    ARRIVALS.expect(netns, ahead, request["pipe"])
+    if ports.listening(netns, ahead):
+        return {"gate": gate.CLOSED}
+    if gate.settled(settings, have, found, backend, listening=False).gate != gate.CLOSED:
+        return {"gate": "armed"}
+    return {"gate": gate.CLOSED if stands else "open"}
 
 
 def _listening(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The gate of a running agent: what passes before the proxy is there for the first time."""
+"""The gate: what passes before the proxy is there for the first time."""
 
 import contextlib
 import os
@@ -10,10 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from agent.kernel import bpf_pins
 from agent.kernel.arrivals import Arrivals
 from agent.kernel.netns import Netns
+from agent.model.state import EBPF
 from tests.support.agent import Agent, running, wait_for
-from tests.support.capturing import BACKENDS, SETTINGS, STATE_DIR, command, release
+from tests.support.capturing import (
+    BACKENDS,
+    SETTINGS,
+    STATE_DIR,
+    assert_in_sync,
+    capture,
+    command,
+    release,
+    report,
+)
+from tests.support.cgroup import cgroup, dial_from, place, remove
+from tests.support.ebpf import built, own_pins
 from tests.support.escape import DIRECT, Lab, lab
 from tests.support.netns import inside, namespace, path_of, run
 
@@ -37,8 +50,13 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    built()
     monkeypatch.setenv(STATE_DIR, str(tmp_path))
+    monkeypatch.setenv("INTERCEPT_BPF_DIR", str(tmp_path / "bpf"))
+    (tmp_path / "bpf").mkdir()
+    with own_pins(tmp_path / "bpf"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +132,110 @@ def test_open_gate_lets_pass_until_the_proxy_listened_once(
         assert pod.direct() == before
 
 
+# --- by eBPF, which needs nobody to close it ------------------------------------------------------
+
+
+def apply_open(name: str) -> None:
+    everything = ("-i", "*", "-b", "*", "--enable-ipv6", "true")
+    code, _, err = command(
+        "apply", "--netns", name, "--backend", EBPF, "--gate", "open", *everything
+    )
+    assert code == 0, err
+
+
+def test_programs_close_their_gate_themselves_and_for_good(pod: Lab) -> None:
+    apply_open(pod.pod)
+    assert set(pod.dial()) == DIRECT
+    assert command("check", "--netns", pod.pod)[0] == 0
+    with proxy(pod.pod):
+        before = pod.direct()
+        assert not DIRECT & set(pod.dial())
+    assert not DIRECT & set(pod.dial())
+    apply_open(pod.pod)
+    assert not DIRECT & set(pod.dial())
+    assert command("check", "--netns", pod.pod)[0] == 0
+    assert pod.direct() == before
+    release(pod.pod)
+    assert set(pod.dial()) == DIRECT
+    assert not bpf_pins.base().exists()
+
+
+def test_gate_is_closed_where_a_proxy_listened_before_the_programs_came(pod: Lab) -> None:
+    with proxy(pod.pod):
+        apply_open(pod.pod)
+        assert not DIRECT & set(pod.dial())
+    assert not DIRECT & set(pod.dial())
+
+
+def test_proxy_that_listens_while_no_agent_runs_closes_the_gate(pod: Lab, tmp_path: Path) -> None:
+    with running(tmp_path, **config(pod, gate="open", backend=EBPF)) as agent:
+        wait_for(lambda: "gate: open" in text(agent) and agent.state("shop") == "in-sync")
+        assert set(pod.dial()) == DIRECT
+        agent.stop(signal.SIGKILL)
+        agent.start()
+        wait_for(lambda: "gate: open" in text(agent) and agent.state("shop") == "in-sync")
+        assert set(pod.dial()) == DIRECT
+        agent.stop(signal.SIGKILL)
+        with proxy(pod.pod):
+            assert not DIRECT & set(pod.dial())
+        agent.start()
+        wait_for(lambda: agent.state("shop") == "in-sync" and "gate" not in text(agent))
+        assert not DIRECT & set(pod.dial())
+        assert agent.kinds() == []
+
+
+# --- for some processes only ----------------------------------------------------------------------
+
+
+def let_pass(pod: Lab, backend: str, *cgroups: str, gate: str = "listener") -> None:
+    raw = {**SETTINGS["redirect"], "gate": gate, "init_cgroups": list(cgroups)}
+    capture(pod.pod, raw, backend)
+    assert_in_sync(pod.pod, raw, backend)
+
+
+@pytest.mark.parametrize("backend", [EBPF])
+def test_processes_of_a_cgroup_pass_and_no_others(pod: Lab, backend: str) -> None:
+    with cgroup() as ours, cgroup() as others:
+        let_pass(pod, backend)
+        assert "service" not in dial_from(ours, pod.pod, 0)
+        let_pass(pod, backend, ours)
+        for uid in (0, 1000):
+            assert dial_from(ours, pod.pod, uid) == ["service", "service"]
+            assert dial_from(f"{ours}/below", pod.pod, uid) == ["service", "service"]
+            assert "service" not in dial_from(others, pod.pod, uid)
+        assert not DIRECT & set(pod.dial())
+        let_pass(pod, backend, others)
+        assert "service" not in dial_from(ours, pod.pod, 0)
+        assert dial_from(others, pod.pod, 0) == ["service", "service"]
+        let_pass(pod, backend, others, gate="closed")
+        assert "service" not in dial_from(others, pod.pod, 0)
+
+
+def test_programs_let_no_cgroup_pass_once_the_proxy_listened(pod: Lab) -> None:
+    with cgroup() as ours:
+        let_pass(pod, EBPF, ours)
+        with proxy(pod.pod):
+            assert "service" not in dial_from(ours, pod.pod, 1000)
+        assert "service" not in dial_from(ours, pod.pod, 0)
+        let_pass(pod, EBPF, ours)
+        assert "service" not in dial_from(ours, pod.pod, 0)
+
+
+def test_cgroup_that_is_made_anew_is_another_one(pod: Lab) -> None:
+    with cgroup() as ours:
+        let_pass(pod, EBPF, ours)
+        remove(ours)
+        place(ours).mkdir()
+        assert "service" not in dial_from(ours, pod.pod, 0)
+        raw = {**SETTINGS["redirect"], "gate": "listener", "init_cgroups": [ours]}
+        assert not report(pod.pod, raw, EBPF).in_sync
+        let_pass(pod, EBPF, ours)
+        assert dial_from(ours, pod.pod, 0) == ["service", "service"]
+
+
+# --- the rest -------------------------------------------------------------------------------------
+
+
 def test_that_a_proxy_listened_is_told_before_the_pipe_ends(netns: str) -> None:
     reading, writing = os.pipe()
     with Netns.open(path_of(netns)) as opened:
@@ -153,4 +275,6 @@ def test_command_line_opens_no_gate_that_nobody_would_close(netns: str) -> None:
     code, _, err = command("apply", "--netns", netns, "--gate", "open")
     assert code == 2
     assert "needs a running agent" in err
+    code, _, err = command("apply", "--netns", netns, "--backend", EBPF, "--gate", "listener")
+    assert (code, "init containers" in err) == (2, True)
     assert "intercept" not in inside(netns, "nft", "list", "tables")

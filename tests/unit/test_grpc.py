@@ -23,7 +23,7 @@ from agent.cni.server import Server
 from agent.model.errors import EnvironmentLacks
 from agent.node.events import Events
 from agent.node.feed import Change, Feed
-from agent.node.reconciler import Pod, Wish
+from agent.node.pod import Pod, Wish
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the socket answers root only")
 

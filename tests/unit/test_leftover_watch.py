@@ -7,7 +7,7 @@ from typing import Any
 from agent.model.errors import AgentError
 from agent.node.events import Events
 from agent.node.leftover_watch import LeftoverWatch
-from agent.node.reconciler import Pod, Wish
+from agent.node.pod import Pod, Wish
 
 NETNS = "/proc/self/ns/net"
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from agent.node.events import Events
-from agent.node.reconciler import SETTLE_S, Reconciler, Wish
+from agent.node.pod import SETTLE_S, Wish
+from agent.node.reconciler import Reconciler
 from agent.node.worker_client import JobFailed, WorkerGone
 
 WISH = Wish(
@@ -51,7 +52,7 @@ class FakeJobs:
             return {}
         if job == "gate":
             self.gates.append(os.dup(pipe[0]))
-            return {"open": True}
+            return {"gate": "open"}
         await self.go_on.wait()
         self.done.append(job)
         self.backends.append(request["backend"])

@@ -1,0 +1,90 @@
+"""A pod as the reconciler keeps it: what it should be, and how it stands. For one event loop."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agent.node.gate import Gate
+from agent.node.news import News
+
+FIRST_PAUSE_S = 1.0
+# How long a change is given to be complete. It doubles with every repair that somebody undoes.
+SETTLE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What one pod's namespace should be. `settings` is None for a pod that is left alone.
+
+    `reason` is a short code, `text` the sentence behind it. `sandbox_id` names the namespace for
+    good: under another one, nothing that was done before counts. `network` is the name of the CNI
+    network that the plugin was called for, or nothing where it was not the plugin that told.
+    """
+
+    key: str
+    namespace: str
+    name: str
+    uid: str
+    sandbox_id: str
+    netns: str | None
+    settings: Mapping[str, object] | None
+    reason: str
+    text: str
+    source: str
+    network: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+
+@dataclass(slots=True)
+class Pod:
+    """One pod as it stands. `state` is one of the contract's words."""
+
+    wish: Wish
+    state: str = "repairing"
+    backend: str | None = None
+    detail: str = ""
+    enrolled: bool = False
+    failures: int = 0
+    pause_s: float = FIRST_PAUSE_S
+    settle_s: float = SETTLE_S
+    whole_s: float = 0.0  # when it was last seen as it should be, on the monotonic clock
+    told_s: float | None = None  # when the kernel first told of a change since
+    changes: News = field(init=False)  # of rules and routes
+    gate: Gate = field(init=False)
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    task: asyncio.Task[None] | None = None
+    published: Mapping[str, object] | None = None  # its last row
+
+    def __post_init__(self) -> None:
+        self.changes = News(self._changed)
+        self.gate = Gate(self.wake.set)
+
+    def _changed(self) -> None:
+        """Look soon; where the worker is gone, which ends the news, that look asks for it anew."""
+        self.told_s = self.told_s or time.monotonic()
+        self.wake.set()
+
+    def deaf(self) -> None:
+        """Hear no more news. Without that, a namespace would be kept by whoever watches it."""
+        self.changes.close()
+        self.gate.close()
+
+    def row(self) -> dict[str, object]:
+        """Return the pod as the contract's JSON has it."""
+        return {
+            "namespace": self.wish.namespace,
+            "name": self.wish.name,
+            "uid": self.wish.uid,
+            "netns": self.wish.netns,
+            "captured": self.wish.settings is not None,
+            "backend": self.backend,
+            "reason": self.wish.reason,
+            "text": self.detail or self.wish.text,
+            "state": self.state,
+            "source": self.wish.source,
+        }
