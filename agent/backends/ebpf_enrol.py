@@ -43,8 +43,10 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
     port = settings.inbound_capture_port
     _adopt(session, cookie, port)
     _attach(session, cookie)
-    ebpf_gate.close_if_listening(session, cookie, settings)
-    ebpf_gate.let_pass(cookie, settings.passing)
+    if settings.gate != "closed":
+        ebpf_gate.close_if_listening(session, cookie, settings)
+    if settings.passing or have is not None:
+        ebpf_gate.let_pass(cookie, settings.passing)
     now = bpf_capture.own_keys(cookie, site)
     with bpf_pins.open_map("captures") as captures, bpf_pins.open_map("own_addresses") as own:
         for key in now:
