@@ -8,13 +8,14 @@ RUN := $(VENV)/bin/python
 # iptables, nft and ip are there, and not every shell looks there.
 export PATH := $(PATH):/usr/sbin:/sbin
 
-# The last two rows are what building takes: the eBPF programs clang, and python-iptables, which is
-# published as source only, the rest.
+# The third row from the end is what building takes: the eBPF programs clang, and python-iptables,
+# which is published as source only, the next. The last are clients that the tests put into a pod.
 PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc2 libbpf1 \
 	iproute2 conntrack procps util-linux ca-certificates git openssl python3 python3-venv \
 	containerd runc containernetworking-plugins busybox-static \
 	clang \
-	python3-dev gcc libc6-dev
+	python3-dev gcc libc6-dev \
+	musl-tools bind9-dnsutils
 
 LOCKS := requirements-build.lock requirements.lock
 

@@ -50,6 +50,11 @@ int adopt(struct bpf_iter__tcp *ctx)
 	key.netns = wanted->netns;
 	key.port = wanted->port;
 	key.family = sk->skc_family;
+	for (int i = 0; i < SLOTS; i++) {
+		key.slot = i;
+		if (!bpf_map_update_elem(&listeners, &key, sk, BPF_NOEXIST))
+			return 0;
+	}
 	key.slot = bpf_get_socket_cookie(sk) % SLOTS;
 	bpf_map_update_elem(&listeners, &key, sk, BPF_ANY);
 	return 0;

@@ -17,8 +17,10 @@
 #define MAX_PATH 512
 #define MAX_DEPTH 16 /* of a cgroup */
 
-/* Members of one SO_REUSEPORT group that are remembered; each leads to the whole group. */
-#define SLOTS 4
+/* Members of one SO_REUSEPORT group that are remembered; each leads to the whole group, and leaves
+ * its slot when it closes. A proxy that restarts has two processes with a listener a thread each, and
+ * either may be the one that stays. A group that fills the slots takes others' over. */
+#define SLOTS 8
 
 enum {
 	CAPTURE_IPV6 = 1 << 0,
@@ -92,12 +94,13 @@ _Static_assert(sizeof(struct capture) == 18536, "agent/formats/bpf_capture.py pa
 struct original {
 	struct address address;
 	__u32 port;
+	__u32 turned_to; /* the port of the proxy that it was given instead */
 };
 
 struct connection {
 	__u64 netns;
-	struct address source;
-	__u32 port, unused;
+	struct address from, to;
+	__u32 from_port, to_port;
 };
 
 struct listener {
@@ -122,7 +125,7 @@ struct {
 
 struct {
 	MAP_NUMBER(type, BPF_MAP_TYPE_SOCKHASH);
-	MAP_NUMBER(max_entries, MAX_NAMESPACES * SLOTS * 2);
+	MAP_NUMBER(max_entries, MAX_NAMESPACES * 8);
 	MAP_TYPE(key, struct listener);
 	MAP_TYPE(value, __u64);
 } listeners SEC(".maps");
@@ -166,12 +169,6 @@ inline_always int is_ipv4(const struct address *a)
 inline_always int is_set(const struct address *a)
 {
 	return (a->word[0] | a->word[1] | a->word[2] | a->word[3]) != 0;
-}
-
-/* fe80::/10. Its scope is lost on the way to the proxy, so it is left alone. */
-inline_always int is_link_local(const struct address *a)
-{
-	return (a->word[0] & net32(0xffc00000)) == net32(0xfe800000);
 }
 
 inline_always int same(const struct address *a, const struct address *b)

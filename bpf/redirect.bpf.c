@@ -149,7 +149,7 @@ static __attribute__((noinline)) int redirected(const struct capture *c, const s
 	int loopback, by_user, by_group;
 
 	caller(c, &uid, &gid);
-	if ((!four && !(c->flags & CAPTURE_IPV6)) || is_link_local(&d->to))
+	if (!four && !(c->flags & CAPTURE_IPV6))
 		return 0;
 	if (any_span(&c->outbound_ports_exclude, d->port))
 		return 0;
@@ -199,9 +199,9 @@ inline_always void forget(struct bpf_sock_addr *ctx)
 		bpf_sk_storage_delete(&dialled, ctx->sk);
 }
 
-inline_always int remember(struct bpf_sock_addr *ctx, const struct dialling *d)
+inline_always int remember(struct bpf_sock_addr *ctx, const struct dialling *d, int port)
 {
-	struct original o = { .address = d->to, .port = d->port };
+	struct original o = { .address = d->to, .port = d->port, .turned_to = port };
 	struct original *kept;
 
 	if (!ctx->sk)
@@ -296,7 +296,7 @@ inline_always int turned(struct bpf_sock_addr *ctx, const struct capture *c, str
 		forget(ctx);
 		return 0;
 	}
-	if (!remember(ctx, d))
+	if (!remember(ctx, d, port))
 		return -1;
 	loopback_of(to, &d->to);
 	if (!is_set(&d->source) || (!is_set(&d->from) && !ctx->sk->src_port))
@@ -310,13 +310,13 @@ inline_always int turned(struct bpf_sock_addr *ctx, const struct capture *c, str
 SEC("cgroup/connect4")
 int connect4(struct bpf_sock_addr *ctx)
 {
-	struct dialling d = { .tcp = ctx->type == SOCK_STREAM };
+	struct dialling d = { .tcp = ctx->protocol == IPPROTO_TCP };
 	struct capture *c;
 	struct address to;
 	int port;
 
 	d.port = net16(ctx->user_port);
-	if (!d.tcp && d.port != 53) {
+	if (!d.tcp && !(ctx->protocol == IPPROTO_UDP && d.port == 53)) {
 		forget(ctx);
 		return 1;
 	}
@@ -344,13 +344,13 @@ int connect4(struct bpf_sock_addr *ctx)
 SEC("cgroup/connect6")
 int connect6(struct bpf_sock_addr *ctx)
 {
-	struct dialling d = { .tcp = ctx->type == SOCK_STREAM };
+	struct dialling d = { .tcp = ctx->protocol == IPPROTO_TCP };
 	struct capture *c;
 	struct address to;
 	int port;
 
 	d.port = net16(ctx->user_port);
-	if (!d.tcp && d.port != 53) {
+	if (!d.tcp && !(ctx->protocol == IPPROTO_UDP && d.port == 53)) {
 		forget(ctx);
 		return 1;
 	}
@@ -387,11 +387,20 @@ int connect6(struct bpf_sock_addr *ctx)
 	return 1;
 }
 
-/* A datagram that names its destination: DNS, or nothing for us. A socket that is bound to a device
- * has its route before this runs, so it is left alone. */
+/* A datagram that names its destination: DNS, or nothing for us. */
 inline_always int names_dns(struct bpf_sock_addr *ctx)
 {
-	return (__u16)ctx->user_port == net16(53) && ctx->sk && ctx->sk->bound_dev_if <= 1;
+	return (__u16)ctx->user_port == net16(53) && ctx->protocol == IPPROTO_UDP;
+}
+
+/* A socket that is bound to a device has chosen it before this runs, so this datagram cannot reach
+ * loopback. It is refused; if the socket can be released, the next one gets there. */
+inline_always int is_held(struct bpf_sock_addr *ctx)
+{
+	if (!ctx->sk || ctx->sk->bound_dev_if <= 1)
+		return 0;
+	release_device(ctx);
+	return 1;
 }
 
 SEC("cgroup/sendmsg4")
@@ -410,7 +419,7 @@ int sendmsg4(struct bpf_sock_addr *ctx)
 	port = redirected(c, &d);
 	if (!port)
 		return 1;
-	if (!remember(ctx, &d))
+	if (is_held(ctx) || !remember(ctx, &d, port))
 		return 0;
 	if (!is_set(&d.from) && is_ipv4(&d.source))
 		ctx->msg_src_ip4 = d.source.word[3];
@@ -443,7 +452,7 @@ int sendmsg6(struct bpf_sock_addr *ctx)
 	port = redirected(c, &d);
 	if (!port)
 		return 1;
-	if (!remember(ctx, &d))
+	if (is_held(ctx) || !remember(ctx, &d, port))
 		return 0;
 	if (!is_set(&d.from) && is_set(&d.source)) {
 		ctx->msg_src_ip6[0] = d.source.word[0];
@@ -512,10 +521,18 @@ int recvmsg6(struct bpf_sock_addr *ctx)
 	return 1;
 }
 
+/* A datagram socket may be connected to one and have asked another. */
+inline_always struct original *peer_dialled_by(struct bpf_sock_addr *ctx)
+{
+	struct original *o = dialled_by(ctx);
+
+	return o && (__u16)ctx->user_port == net16(o->turned_to) ? o : 0;
+}
+
 SEC("cgroup/getpeername4")
 int getpeername4(struct bpf_sock_addr *ctx)
 {
-	struct original *o = dialled_by(ctx);
+	struct original *o = peer_dialled_by(ctx);
 
 	if (o && is_ipv4(&o->address)) {
 		ctx->user_ip4 = o->address.word[3];
@@ -527,7 +544,7 @@ int getpeername4(struct bpf_sock_addr *ctx)
 SEC("cgroup/getpeername6")
 int getpeername6(struct bpf_sock_addr *ctx)
 {
-	struct original *o = dialled_by(ctx);
+	struct original *o = peer_dialled_by(ctx);
 
 	if (o) {
 		ctx->user_ip6[0] = o->address.word[0];
@@ -549,7 +566,7 @@ inline_always int may_bind(struct bpf_sock_addr *ctx)
 		return 1;
 	if (port == c->dns_port)
 		return is_proxy(c);
-	if (ctx->type == SOCK_STREAM && (port == c->proxy_port || port == c->inbound_port))
+	if (ctx->protocol == IPPROTO_TCP && (port == c->proxy_port || port == c->inbound_port))
 		return is_proxy(c);
 	return 1;
 }
@@ -581,15 +598,17 @@ inline_always void publish(struct bpf_sock_ops *ctx)
 	if (ctx->sk)
 		o = bpf_sk_storage_get(&dialled, ctx->sk, 0, 0);
 	key.netns = bpf_get_netns_cookie(ctx);
-	key.port = ctx->local_port;
-	READ_ADDRESS(key.source, ctx, ctx->family, local_ip4, local_ip6);
+	key.from_port = ctx->local_port;
+	key.to_port = net32(ctx->remote_port);
+	READ_ADDRESS(key.from, ctx, ctx->family, local_ip4, local_ip6);
+	READ_ADDRESS(key.to, ctx, ctx->family, remote_ip4, remote_ip6);
 	if (o) {
 		bpf_map_update_elem(&handshakes, &key, o, BPF_ANY);
 		return;
 	}
 	/* Nobody turned this one. What an earlier one that was never answered left must not count. */
 	c = bpf_map_lookup_elem(&captures, &key.netns);
-	if (c && is_proxy_port(c, net32(ctx->remote_port)))
+	if (c && is_proxy_port(c, key.to_port))
 		bpf_map_delete_elem(&handshakes, &key);
 }
 
@@ -604,8 +623,10 @@ inline_always void take_over(struct bpf_sock_ops *ctx)
 	c = bpf_map_lookup_elem(&captures, &key.netns);
 	if (!c || !is_proxy_port(c, ctx->local_port))
 		return;
-	key.port = net32(ctx->remote_port);
-	READ_ADDRESS(key.source, ctx, ctx->family, remote_ip4, remote_ip6);
+	key.from_port = net32(ctx->remote_port);
+	key.to_port = ctx->local_port;
+	READ_ADDRESS(key.from, ctx, ctx->family, remote_ip4, remote_ip6);
+	READ_ADDRESS(key.to, ctx, ctx->family, local_ip4, local_ip6);
 	o = bpf_map_lookup_elem(&handshakes, &key);
 	if (!o)
 		return;
@@ -631,6 +652,11 @@ inline_always void keep_listener(struct bpf_sock_ops *ctx)
 		return;
 	key.port = c->inbound_port;
 	key.family = ctx->family;
+	for (int i = 0; i < SLOTS; i++) {
+		key.slot = i;
+		if (!bpf_sock_hash_update(ctx, &listeners, &key, BPF_NOEXIST))
+			return;
+	}
 	key.slot = bpf_get_socket_cookie(ctx) % SLOTS;
 	bpf_sock_hash_update(ctx, &listeners, &key, BPF_ANY);
 }

@@ -16,13 +16,13 @@ from agent.backends.session import Session
 from agent.formats import bpf_capture, bpf_object
 from agent.formats.bpf_capture import COOKIE
 from agent.kernel import bpf, bpf_pins
-from agent.kernel.borrowed import borrowed, cookie_of
+from agent.kernel.borrowed import borrowed
 from agent.kernel.netns import own_id, refuse_node
 from agent.model.enrolment import Enrolment, Site
 from agent.model.errors import EnvironmentLacks
 from agent.model.settings import Settings
 
-SLOTS = 4  # bpf/capture.h
+SLOTS = 8  # bpf/capture.h
 LISTENER = struct.Struct("=QIHH")  # cookie, port, family, slot
 ADOPTING = struct.Struct("=QII")
 FAMILIES = {4: 2, 6: 10}  # AF_INET, AF_INET6
@@ -168,17 +168,24 @@ def _adopt(session: Session, cookie: int, port: int) -> None:
 
     Where the kernel has no type information there is none; then the sockets are borrowed.
     """
-    if not listening(session, port):
+    there = [s for s in session.sockets.listeners("tcp") if s.local[1] == port]
+    if not there:
         return
-    path = bpf_pins.adopter()
-    if path.exists():
-        with bpf_pins.open_map("adopting") as adopting:
-            adopting.update(bytes(4), ADOPTING.pack(cookie, port, 0))
-        session.netns.run(path.read_bytes)
-        return
-    inodes = (s.inode for s in session.sockets.listeners("tcp") if s.local[1] == port)
-    with borrowed(frozenset(inodes)) as found, bpf_pins.open_map("listeners") as listeners:
-        for held in found:
-            slot = cookie_of(held) % SLOTS
-            key = LISTENER.pack(cookie, port, held.family, slot)
-            listeners.update(key, held.fileno().to_bytes(8, sys.byteorder))
+    with bpf_pins.open_map("listeners") as listeners:
+        slots = {key: listeners.lookup(key) for key in _slots(cookie, port)}
+        known = {int.from_bytes(value, sys.byteorder) for value in slots.values() if value}
+        unknown = frozenset(s.inode for s in there if s.cookie not in known)
+        if not unknown:
+            return
+        path = bpf_pins.adopter()
+        if path.exists():
+            with bpf_pins.open_map("adopting") as adopting:
+                adopting.update(bytes(4), ADOPTING.pack(cookie, port, 0))
+            session.netns.run(path.read_bytes)
+            return
+        with borrowed(unknown) as found:
+            for held in found:
+                mine = [key for key in slots if LISTENER.unpack(key)[2] == held.family]
+                free = next((key for key in mine if slots[key] is None), mine[0])
+                slots[free] = value = held.fileno().to_bytes(8, sys.byteorder)
+                listeners.update(free, value)

@@ -13,7 +13,7 @@ from agent.formats.iptables_save import render_rule
 from agent.kernel.netns import Netns
 from agent.model import owned
 from agent.model.plan import CapturePlan, plan
-from agent.model.ruleset import BASIC, BUILTIN_CHAINS, Rule, Ruleset
+from agent.model.ruleset import BASIC, BUILTIN_CHAINS, Family, Rule, Ruleset
 from agent.model.settings import Settings
 from agent.model.state import (
     EBPF,
@@ -26,6 +26,7 @@ from agent.model.state import (
 from agent.model.wanted import Known, captured, captures
 
 TRANSLATIONS = frozenset({"REDIRECT", "DNAT"})
+TRANSLATING = frozenset({"output", "prerouting"})
 OWN_NAT_PRIORITY = -101
 IPTABLES_NAT_PRIORITY = -100
 CONNTRACK_PRIORITY = -200
@@ -86,9 +87,12 @@ def _known(netns: Netns) -> Known:
 
 
 def foreign_ahead(have: NamespaceState, wanted: CapturePlan, backend: str) -> tuple[str, ...]:
-    """Return sentences about what of others sees a connection before the capture does."""
+    """Return sentences about what of others sees a connection before the capture does.
+
+    What eBPF turned to the proxy is on its way there still and meets every translation.
+    """
     if backend == EBPF:
-        return have.enrolment.foreign if have.enrolment else ()
+        return (*have.enrolment.foreign, *_leading_elsewhere(have)) if have.enrolment else ()
     if not captures(have):
         return ()
     found: list[str] = []
@@ -106,6 +110,16 @@ def foreign_ahead(have: NamespaceState, wanted: CapturePlan, backend: str) -> tu
         elif base.untracks and base.priority < CONNTRACK_PRIORITY and not base.is_xtables:
             found.append(f"{where}: notrack takes packets past the capture, which needs conntrack")
     return tuple(found)
+
+
+def _leading_elsewhere(have: NamespaceState) -> Iterator[str]:
+    for flavour in (IPTABLES_NFT, IPTABLES_LEGACY):
+        for family, count in _translations(have, flavour):
+            yield f"{flavour} {family} nat: {count} foreign translations may lead past the proxy"
+    for base in have.base_chains:
+        if base.type == "nat" and base.rules and base.hook in TRANSLATING and not base.is_xtables:
+            where = f"nftables {base.family} table {base.table}, chain {base.name}"
+            yield f"{where}: {base.rules} foreign rules at {base.hook} may lead past the proxy"
 
 
 def _untracked(have: NamespaceState, flavour: str) -> Iterator[str]:
@@ -147,12 +161,18 @@ def _ahead_in_chain(backend: str, loaded: Ruleset, wanted: Ruleset | None) -> It
 def _other_flavour(have: NamespaceState, backend: str) -> Iterator[str]:
     """Of two iptables flavours the one programmed last sees a packet first (kernel fact 11)."""
     other = IPTABLES_NFT if backend == IPTABLES_LEGACY else IPTABLES_LEGACY
-    for family, ruleset in have.of(other).items():
+    for family, count in _translations(have, other):
+        yield f"{other} {family} nat: {count} foreign translations may run before the capture"
+
+
+def _translations(have: NamespaceState, flavour: str) -> Iterator[tuple[Family, int]]:
+    """Yield how many foreign rules of an iptables flavour translate destinations."""
+    for family, ruleset in have.of(flavour).items():
         table = owned.foreign(ruleset).table("nat")
         rules = [rule for chain in (table.chains if table else ()) for rule in chain.rules]
         count = sum(rule.target is not None and rule.target.name in TRANSLATIONS for rule in rules)
         if count:
-            yield f"{other} {family} nat: {count} foreign translations may run before the capture"
+            yield family, count
 
 
 def _runs_before(base: BaseChain, backend: str) -> bool:

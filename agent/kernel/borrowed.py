@@ -4,12 +4,10 @@ import contextlib
 import ctypes
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 PIDFD_GETFD = 438  # on every architecture, Linux 5.6
-SO_COOKIE = 57
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -26,12 +24,6 @@ def borrowed(inodes: frozenset[int]) -> Iterator[tuple[socket.socket, ...]]:
             with contextlib.suppress(OSError):
                 found.append(stack.enter_context(_copy(pid, fd)))
         yield tuple(found)
-
-
-def cookie_of(held: socket.socket) -> int:
-    """Return the number by which the kernel knows a socket."""
-    raw = held.getsockopt(socket.SOL_SOCKET, SO_COOKIE, 8)
-    return int.from_bytes(raw, sys.byteorder)
 
 
 def _holders(inodes: frozenset[int]) -> Iterator[tuple[int, int]]:

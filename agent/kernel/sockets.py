@@ -59,6 +59,7 @@ DIAG_REQUEST = struct.Struct("=BBBxI")
 DIAG_ID = struct.Struct("!HH16s16s")
 DIAG_REST = struct.Struct("=IIIII")  # expires, receive and send queue, uid, inode
 DIAG_ID_OFFSET, DIAG_ID_SIZE = 4, 48
+DIAG_COOKIE = struct.Struct("=II")  # the last of the id, the lower half first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class KernelSocket:
 
     `uid` is 0 and `inode` is 0 for a connection that no process has accepted yet. `dual` tells that
     an IPv6 socket takes IPv4 too. Without `transparent` TPROXY drops what it would hand over.
+    `cookie` is the number that the kernel never gives to another socket.
     """
 
     protocol: str
@@ -76,6 +78,7 @@ class KernelSocket:
     inode: int
     dual: bool = False
     transparent: bool = False
+    cookie: int = 0
 
     def accepts(self, address: Address) -> bool:
         """Tell whether a listener takes what arrives for `address`."""
@@ -136,6 +139,7 @@ class SocketTable(NetlinkSocket):
 def _kernel_socket(protocol: str, data: bytes) -> KernelSocket:
     local_port, remote_port, local, remote = DIAG_ID.unpack_from(data, DIAG_ID_OFFSET)
     rest = DIAG_ID_OFFSET + DIAG_ID_SIZE
+    low, high = DIAG_COOKIE.unpack_from(data, rest - DIAG_COOKIE.size)
     _, _, _, uid, inode = DIAG_REST.unpack_from(data, rest)
     extra = attributes(data, rest + DIAG_REST.size)
     only = extra.get(INET_DIAG_SKV6ONLY, b"\1")
@@ -148,6 +152,7 @@ def _kernel_socket(protocol: str, data: bytes) -> KernelSocket:
         inode=inode,
         dual=data[0] == socket.AF_INET6 and only[0] == 0,
         transparent=bool(options[0] & TRANSPARENT_BIT),
+        cookie=high << 32 | low,
     )
 
 

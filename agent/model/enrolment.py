@@ -21,7 +21,7 @@ MAX_SERVERS = 16
 MAX_PLACES = 64
 
 # Raised with every change of a map's layout: what other versions pinned is then not touched.
-LAYOUT = 2
+LAYOUT = 3
 
 Item = TypeVar("Item", Span, Network, Address)
 
@@ -241,8 +241,6 @@ def _inbound(settings: Settings, packet: Packet) -> Decision:
 
 def _outbound(settings: Settings, packet: Packet) -> Decision:
     tcp, port, to = packet.protocol == "tcp", packet.dport, packet.destination
-    if to.is_link_local and to.version == 6:
-        return _passes(None, "link-local destinations are left alone: their scope would be lost")
     if _any(settings.outbound_ports_exclude, port):
         return _passes("outbound_ports_exclude", f"port {port} is excluded")
     if _on_lo(packet) and packet.source is not None and str(packet.source) in _PASSTHROUGH:

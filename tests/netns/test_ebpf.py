@@ -276,7 +276,9 @@ def test_layout_of_another_version_is_not_touched(netns: str) -> None:
     with bpf.Map.at(bpf_pins.base() / "maps" / "about") as about:
         about.update(bytes(4), (LAYOUT + 1).to_bytes(4, sys.byteorder) + bytes(20))
     before = pinned()
-    with pytest.raises(StateUnreadable, match=r"another version of the agent \(layout 3"):
+    with pytest.raises(
+        StateUnreadable, match=rf"another version of the agent \(layout {LAYOUT + 1}"
+    ):
         capture(netns)
     with namespace("other") as other:
         done = capture(other, backend="nftables")
@@ -312,7 +314,7 @@ def test_nothing_escapes_while_backends_take_turns(pod: Lab) -> None:
         seen = pod.stop()
     assert pod.direct() == before
     assert not {who for who in seen if who in DIRECT}
-    assert sum(count for who, count in seen.items() if who.startswith("proxy-")) > 100
+    assert sum(count for who, count in seen.items() if who.startswith("proxy-")) > 20
 
 
 def test_programs_are_exchanged_under_connections(

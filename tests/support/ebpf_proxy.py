@@ -79,14 +79,34 @@ class Proxy:
         return made
 
     def resolve(self, family: int, host: str) -> None:
+        self.resolve_streams(family, host)
         made = socket.socket(family, socket.SOCK_DGRAM)
         made.bind((host, 15053))
 
         def answer() -> None:
             query, peer = made.recvfrom(2048)
-            made.sendto(dns_answer(query) if len(query) > 12 else query, peer)
+            with contextlib.suppress(OSError):
+                made.sendto(dns_answer(query) if len(query) > 12 else query, peer)
 
         self.selector.register(made, selectors.EVENT_READ, answer)
+
+    def resolve_streams(self, family: int, host: str) -> None:
+        """Answer one query a connection, in which its length comes first."""
+        made = socket.create_server((host, 15053), family=family)
+
+        def accept() -> None:
+            conn, _ = made.accept()
+            self.selector.register(conn, selectors.EVENT_READ, lambda: answer(conn))
+
+        def answer(conn: socket.socket) -> None:
+            self.selector.unregister(conn)
+            with conn, contextlib.suppress(OSError):
+                query = conn.recv(2048)
+                if len(query) > 14:
+                    found = dns_answer(query[2:])
+                    conn.sendall(struct.pack("!H", len(found)) + found)
+
+        self.selector.register(made, selectors.EVENT_READ, accept)
 
     def obey(self) -> None:
         words = sys.stdin.readline().split()
