@@ -20,7 +20,7 @@ PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc
 LOCKS := requirements-build.lock requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-containerd check fmt bench kernel fuzz lock proto clean system
+.PHONY: help run test test-containerd check fmt bench cni-static kernel fuzz lock proto clean system
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -52,6 +52,9 @@ fmt: $(VENV)/installed ## format the code and mend what the linter can mend
 
 bench: $(VENV)/installed ## measure how long things take on this machine (root)
 	$(RUN) -m tests.bench
+
+cni-static: | system ## build the CNI plugin for nodes without Python: build/intercept-cni
+	$(MAKE) -C deploy/cni
 
 kernel: $(VENV)/installed ## run the eBPF tests on the kernel of Debian 12 under qemu (root, minutes)
 	$(RUN) -m tests.vm

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings as hypothesis_settings
 
+from tests.support.cni_program import Program, build
 from tests.support.ebpf import own_pins
 from tests.support.netns import PREFIX, namespace
 
@@ -87,6 +88,12 @@ def inert_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         with own_pins(tmp_path_factory.mktemp("bpf")) as pins:
             patch.setenv("INTERCEPT_BPF_DIR", str(pins))
             yield
+
+
+@pytest.fixture(scope="session")
+def static_cni(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """The static CNI program, compiled for this run."""
+    return build(tmp_path_factory.mktemp("cni"))
 
 
 # --- netns tests: skipped on a laptop without root, never in CI ----------------------------------

@@ -49,6 +49,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--interpreter", metavar="PATH", help="the node's python3 that is to run the plugin"
     )
     parser.add_argument(
+        "--program",
+        metavar="PATH",
+        help="an executable to install as the plugin, for nodes without Python: the static one, "
+        "built by `make cni-static` (default: the Python one, or cni.program)",
+    )
+    parser.add_argument(
         "--keep-binary",
         action="store_true",
         help="uninstall: leave the plugin for runtimes that remember the entry (Multus)",
@@ -87,12 +93,14 @@ def _patiently(act: Callable[[], Report]) -> Report:
 def _place(arguments: argparse.Namespace) -> Place:
     """Return what to work on: an option counts before a variable, that before the file."""
     found = config.load(arguments.config)
+    program = arguments.program or found.cni_program
     return Place(
         conf_dir=arguments.conf_dir or str(found.cni_conf_dir or installer.CONF_DIR),
         bin_dir=arguments.bin_dir or str(found.cni_bin_dir or installer.BIN_DIR),
         entry=Entry(socket=str(found.socket), failure_policy=arguments.failure_policy),
         pinned=arguments.file,
         interpreter=arguments.interpreter,
+        program=str(program) if program else None,
     )
 
 

@@ -127,10 +127,12 @@ class _Reader:
     def _cni(self) -> Cni:
         conf = str(self._known.cni_conf_dir or installer.CONF_DIR)
         bins = str(self._known.cni_bin_dir or installer.BIN_DIR)
+        program = str(self._known.cni_program) if self._known.cni_program else None
         # An entry is right with either policy: which one it is, is the installer's choice.
         entries = (Entry(socket=str(self._known.socket), failure_policy=one) for one in POLICIES)
         looks = [
-            installer.look(Place(conf_dir=conf, bin_dir=bins, entry=entry)) for entry in entries
+            installer.look(Place(conf_dir=conf, bin_dir=bins, entry=entry, program=program))
+            for entry in entries
         ]
         seen = next((look for look in looks if look.plan.present), looks[0])
         chains = {name: _types(data) for name, data in seen.snapshot.files.items()}

@@ -92,6 +92,7 @@ def _watcher(config: Config, hear_cni: Callable[[State], None]) -> Part:
         conf_dir=str(config.cni_conf_dir),
         bin_dir=str(config.cni_bin_dir or BIN_DIR),
         entry=Entry(socket=str(config.socket)),
+        program=str(config.cni_program) if config.cni_program else None,
     )
     repair = config.mode == "repair"
     watcher = Watcher(place, repair=repair, on_change=hear_cni)

@@ -6,7 +6,8 @@ site-packages (`-I -S` starts in 6 ms, with them it takes twice as long).
 
 The interpreter is the node's own `/usr/bin/python3` if there is one, never that of the virtual
 environment in which the agent may run: that goes away with the agent, and then no pod of the node
-could start or stop. Nothing is put in place that did not run once and answer VERSION.
+could start or stop. A node without Python gets another program in its place: the static one of
+deploy/cni, as it is. Nothing is put in place that did not run once and answer VERSION.
 """
 
 import json
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
 from importlib import resources
+from pathlib import Path
 
 from agent.cni.folder import Folder, explained
 from agent.formats.cni_config import TYPE, VERSIONS
@@ -56,13 +58,18 @@ def whole(interpreter: str) -> bytes:
     return f"#!{interpreter} {FLAGS}\n".encode() + body()
 
 
-def put(folder: Folder, interpreter: str | None = None) -> tuple[bool, tuple[str, ...]]:
+def put(
+    folder: Folder, interpreter: str | None = None, program: str | None = None
+) -> tuple[bool, tuple[str, ...]]:
     """Make the file be there and run; return whether it was changed, and warnings.
 
     Raises: EnvironmentLacks; leaving the folder then undoes what was done.
     """
-    if not differences(folder, interpreter):
+    if not differences(folder, interpreter, program):
         return False, ()
+    if program is not None:
+        _put_program(folder, program)
+        return True, ()
     failures = []
     for candidate in (interpreter,) if interpreter else tuple(_interpreters()):
         draft = _draft(folder, candidate)
@@ -86,16 +93,54 @@ def put(folder: Folder, interpreter: str | None = None) -> tuple[bool, tuple[str
     )
 
 
-def differences(folder: Folder, interpreter: str | None = None) -> tuple[str, ...]:
+def _put_program(folder: Folder, program: str) -> None:
+    with explained(f"cannot read {program}"):
+        contents = Path(program).read_bytes()
+    with explained(f"cannot write {folder.path}/{TYPE}"):
+        draft = folder.draft(TYPE, contents, MODE)
+    try:
+        prove(f"{folder.path}/{draft}")
+    except Unproven as error:
+        raise EnvironmentLacks(
+            f"{program} is no {TYPE} for this node: {error}; nothing was changed"
+        ) from error
+    with explained(f"cannot write {folder.path}/{TYPE}"):
+        folder.install(draft, TYPE)
+    folder.sync()
+
+
+def differences(
+    folder: Folder, interpreter: str | None = None, program: str | None = None
+) -> tuple[str, ...]:
     """Return in words what keeps the file from being this version, whole and able to start."""
     try:
-        first, _, rest = folder.read(TYPE).partition(b"\n")
+        found = folder.read(TYPE)
     except OSError as error:
         return (
             f"binary {TYPE} is missing"
             if not folder.has(TYPE)
             else f"binary {TYPE} cannot be read: {error.strerror}",
         )
+    if program is None:
+        words = _script_differences(found, interpreter)
+    else:
+        words = _program_differences(found, program)
+    if not folder.runs(TYPE):
+        words.append(f"binary {TYPE} is not executable")
+    return tuple(words)
+
+
+def _program_differences(found: bytes, program: str) -> list[str]:
+    try:
+        if found == Path(program).read_bytes():
+            return []
+    except OSError as error:
+        return [f"{program}, which binary {TYPE} is to be, cannot be read: {error.strerror}"]
+    return [f"binary {TYPE} is not {program}"]
+
+
+def _script_differences(found: bytes, interpreter: str | None) -> list[str]:
+    first, _, rest = found.partition(b"\n")
     words = []
     path = first.removeprefix(b"#!").split(b" ")[0].decode("utf-8", "replace")
     if not first.startswith(b"#!/") or not first.endswith(f" {FLAGS}".encode()):
@@ -106,9 +151,7 @@ def differences(folder: Folder, interpreter: str | None = None) -> tuple[str, ..
         words.append(f"binary {TYPE} is run by {path}, which is not there")
     if rest != body():
         words.append(f"binary {TYPE} is {_said(rest)}, this agent has {_said(body())}")
-    if not folder.runs(TYPE):
-        words.append(f"binary {TYPE} is not executable")
-    return tuple(words)
+    return words
 
 
 def prove(path: str) -> None:

@@ -29,7 +29,8 @@ class Place:
     """A node's two directories and what belongs there.
 
     `pinned` is the file to chain into instead of the one that the runtime reads, `interpreter` the
-    node's Python for the plugin instead of the first that runs it.
+    node's Python for the plugin instead of the first that runs it, `program` an executable that is
+    the plugin instead, for nodes without Python.
     """
 
     conf_dir: str = CONF_DIR
@@ -37,6 +38,7 @@ class Place:
     entry: Entry = field(default_factory=Entry)
     pinned: str | None = None
     interpreter: str | None = None
+    program: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def look(place: Place) -> Look:
     snapshot = _snapshot(place.conf_dir)
     try:
         with Folder(place.bin_dir) as bins:
-            words = binary.differences(bins, place.interpreter)
+            words = binary.differences(bins, place.interpreter, place.program)
     except EnvironmentLacks as error:
         words = (f"binary {TYPE} is missing: {error.__cause__ and error.__cause__.args[-1]}",)
     todo = plan(snapshot, place.entry, pinned=place.pinned)
@@ -117,7 +119,7 @@ def install(place: Place) -> Report:
         if not todo.present and not todo.edits:
             raise EnvironmentLacks(f"{place.conf_dir}: {todo.reason}; nothing was changed")
         try:
-            put, warnings = binary.put(bins, place.interpreter)
+            put, warnings = binary.put(bins, place.interpreter, place.program)
         except EnvironmentLacks as error:
             raise _withdrawn(conf, bins, seen, error) from error
         conf.apply(todo.edits, seen)

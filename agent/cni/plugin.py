@@ -31,6 +31,7 @@ PROTOCOL = 1
 # Error codes of the CNI specification; those from 100 on are ours.
 BAD_VERSION, BAD_ENVIRONMENT, BAD_IO, BAD_CONTENT, BAD_CONFIG = 1, 4, 5, 6, 7
 TRY_LATER, NOT_AVAILABLE, BUG = 11, 50, 999
+MAX_CODE = 2**31 - 1
 
 
 class Refused(Exception):
@@ -145,7 +146,8 @@ def _address(ip: object, version: str) -> object:
     """Return an address as a version has it: until 0.4.0 each names its family."""
     if not isinstance(ip, dict):
         return ip
-    family = {"version": "6" if ":" in str(ip.get("address")) else "4"}
+    address = ip.get("address")
+    family = {"version": "6" if isinstance(address, str) and ":" in address else "4"}
     plain = {key: value for key, value in ip.items() if key != "version"}
     return {**family, **plain} if version.startswith("0.") else plain
 
@@ -161,11 +163,13 @@ def _require_yes(reply: object) -> None:
         if result == {}:
             return
         said = result.get("error") if isinstance(result, dict) else reply.get("error")
-    if not isinstance(said, dict) or "message" not in said:
+    if not isinstance(said, dict) or not isinstance(said.get("message"), str):
         shown = f"{reply!r:.200}"
         raise Refused(TRY_LATER, "the agent's answer is not understood", shown)
     code = said.get("code")
-    raise Refused(code if isinstance(code, int) else TRY_LATER, str(said["message"]))
+    if not isinstance(code, int) or isinstance(code, bool) or not 0 < code <= MAX_CODE:
+        code = TRY_LATER
+    raise Refused(code, said["message"])
 
 
 def _ask(config: dict[str, object], command: str, seconds: float) -> object:
@@ -261,7 +265,14 @@ class _Strict:
 
     strict = True
     object_hook = object_pairs_hook = None
-    parse_float, parse_int = float, int
+    parse_int = int
+
+    @staticmethod
+    def parse_float(digits: str) -> float:
+        number = float(digits)
+        if number in (float("inf"), float("-inf")):
+            raise ValueError(f"{digits:.40} is too large a number")
+        return number
 
     @staticmethod
     def parse_constant(word: str) -> object:
@@ -281,7 +292,7 @@ def _loads(data: bytes) -> object:
         pass
     import json
 
-    return json.loads(text, parse_constant=_Strict.parse_constant)
+    return json.loads(text, parse_constant=_Strict.parse_constant, parse_float=_Strict.parse_float)
 
 
 def _dumps(document: object) -> bytes:

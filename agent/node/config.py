@@ -47,6 +47,7 @@ class Config:
     cri_endpoint: str | None = None
     cni_conf_dir: Path | None = None
     cni_bin_dir: Path | None = None
+    cni_program: Path | None = None  # what to install as the plugin; None: the Python one
     health: Listen = Listen(address="127.0.0.1", port=15021)
     status: Listen = Listen(address="127.0.0.1", port=15020)
     exclude_namespaces: tuple[str, ...] = Policy().exclude_namespaces
@@ -62,7 +63,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "gate": (),
     "guard": (),
     "cri": ("endpoint",),
-    "cni": ("conf_dir", "bin_dir"),
+    "cni": ("conf_dir", "bin_dir", "program"),
     "health": ("address", "port"),
     "status": ("address", "port"),
     "exclude_namespaces": (),
@@ -136,6 +137,7 @@ class _Reader:
             cri_endpoint=self._text(self._section("cri"), "endpoint"),
             cni_conf_dir=self._path(cni, "conf_dir", None),
             cni_bin_dir=self._path(cni, "bin_dir", None),
+            cni_program=self._path(cni, "program", None),
             health=self._listen("health", fresh.health),
             status=self._listen("status", fresh.status),
             exclude_namespaces=self._names("exclude_namespaces", fresh.exclude_namespaces),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.agent import ARGS, RESULT, Agent, running, wait_for
+from tests.support.cni_program import Program
 from tests.support.netns import inside, namespace, run
 
 TABLE = "table inet intercept-agent"
@@ -71,6 +72,27 @@ def test_gc_without_a_list_forgets_nothing(agent: Agent, netns: str) -> None:
         status, answer = collect(agent, {"cni.dev/valid-attachments": odd})
         assert (status, answer["code"]) == (1, 6)
     assert known(agent) == {"web"}
+
+
+def test_static_program_is_served_as_the_python_one_is(
+    folder: Path, netns: str, static_cni: Program
+) -> None:
+    newest = {"cniVersion": "1.1.0", "prevResult": {**RESULT, "cniVersion": "1.1.0"}}
+    with running(folder, mode="alert") as agent:
+        agent.plugin = static_cni.words
+        assert agent.cni("STATUS", "", conf=newest) == (0, None)
+        assert agent.cni("ADD", netns, conf=newest) == (0, newest["prevResult"])
+        assert TABLE in inside(netns, "nft", "list", "ruleset")
+        assert agent.cni("CHECK", netns) == (0, None)
+        inside(netns, "nft", "delete", "table", "inet", "intercept-agent")
+        status, answer = agent.cni("CHECK", netns)
+        assert (status, answer["code"]) == (1, 102)
+        assert "shop/web is not captured as it should be: " in answer["msg"]
+        assert agent.cni("DEL", netns) == (0, None)
+        assert known(agent) == set()
+        status, answer = agent.cni("ADD", "/nowhere", container="\udcff")
+        assert (status, answer["code"]) == (1, 11)
+        assert "/nowhere" in answer["msg"]
 
 
 def test_second_network_of_a_pod_does_not_end_it(folder: Path, netns: str) -> None:

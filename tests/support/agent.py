@@ -66,6 +66,7 @@ class Agent:
         self.ports = {name: free_port() for name in ("health", "status")}
         self._config = folder / "agent.yaml"
         self.prefix: tuple[str, ...] = ()  # what starts the command, such as `unshare --mount`
+        self.plugin: tuple[str, ...] = (sys.executable, "-I", "-S", plugin.__file__)
         self.configure(**config)
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -170,7 +171,7 @@ class Agent:
             "CNI_ARGS": args,
         }
         done = subprocess.run(
-            [sys.executable, "-I", "-S", plugin.__file__],
+            self.plugin,
             input=json.dumps(document),
             text=True,
             capture_output=True,

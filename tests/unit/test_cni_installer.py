@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -20,6 +21,7 @@ from agent.cni.folder import Busy, Folder
 from agent.cni.installer import Place
 from agent.formats.cni_config import TYPE, Entry
 from agent.model.errors import AgentError, EnvironmentLacks, InvalidSettings
+from tests.support.cni_program import Program
 
 CONF = b'{"cniVersion":"0.3.1","name":"n","type":"bridge"}'
 LIST = (
@@ -542,3 +544,35 @@ def test_command_takes_socket_and_directories_from_the_agents_configuration(
 def test_kept_original_has_a_name_that_no_runtime_reads() -> None:
     assert not KEPT_SUFFIX.endswith((".conf", ".conflist", ".json"))
     assert binary.FLAGS == "-ISE"
+
+
+# --- a program instead of Python -----------------------------------------------------------------
+
+
+def test_static_program_is_installed_checked_and_taken_away(
+    node: Node, static_cni: Program, tmp_path: Path
+) -> None:
+    before = start(node, "a list")
+    program = str(shutil.copy(static_cni.words[0], tmp_path / "program"))
+    node.install()
+    assert node.check(program=program).differences == (f"binary {TYPE} is not {program}",)
+    assert node.install(program=program).changed
+    assert (node.bin / TYPE).read_bytes() == Path(program).read_bytes()
+    assert node.check(program=program).in_sync
+    assert not node.install(program=program).changed
+    assert not node.check().in_sync
+    node.uninstall()
+    assert node.tree() == before
+
+
+def test_program_that_is_none_is_refused_and_nothing_is_changed(node: Node, tmp_path: Path) -> None:
+    before = start(node, "a list")
+    foreign = tmp_path / "foreign"  # as a program of another architecture
+    foreign.write_bytes(b"\x7fELF\x02")
+    for program, said in ((foreign, "does not run"), (tmp_path / "absent", "cannot read")):
+        with pytest.raises(EnvironmentLacks, match=f"{said}.*nothing was changed"):
+            node.install(program=str(program))
+        assert node.tree() == before
+    node.install()
+    (word,) = node.check(program=str(tmp_path / "absent")).differences
+    assert "cannot be read: No such file" in word
