@@ -11,7 +11,7 @@ from agent.kernel import resolvconf, routing
 from agent.kernel.netns import Netns
 from agent.model.errors import EnvironmentLacks, InvalidSettings
 from agent.model.settings import Settings, parse
-from agent.model.values import TRUE_WORDS
+from agent.model.values import AMBIENT, TRUE_WORDS
 
 AUTO = "auto"
 
@@ -50,22 +50,28 @@ def settings_for(raw: Mapping[str, object], target: Target | None) -> Settings:
     """
     values = dict(raw)
     names = SystemNames()
-    if not values.get("proxy_uid"):
-        values["proxy_uid"] = _proxy_user(str(values.pop("envoy_user", "") or "istio-proxy"), names)
-    values.pop("envoy_user", None)
-    if not values.get("proxy_gid"):
-        uid = str(values["proxy_uid"])
-        # The same text, as with Istio; a user that nobody knows is one mistake and not two.
-        values["proxy_gid"] = uid if re.fullmatch(r"[0-9,-]+", uid) else ""
+    envoy_user = str(values.pop("envoy_user", "") or "istio-proxy")
+    if values.get("mode") != AMBIENT:  # whose proxy is known by its mark
+        _proxy_ids(values, envoy_user, names)
     ipv6 = _ipv6(values, target)
     _dns_servers(values, target)
     settings = parse(values, names)
     if target is not None and settings.enable_ipv6 and ipv6 is not None and not ipv6.lo_enabled:
         raise EnvironmentLacks(
-            f"IPv6 is switched off on lo in {target.name}, so the address ::6 that the proxy needs "
+            f"IPv6 is switched off on lo in {target.name}, so "
+            f"{'the route to' if settings.ambient else 'the address ::6 of'} the proxy "
             "cannot be added; use --enable-ipv6 false or set net.ipv6.conf.lo.disable_ipv6=0"
         )
     return settings
+
+
+def _proxy_ids(values: dict[str, object], envoy_user: str, names: SystemNames) -> None:
+    if not values.get("proxy_uid"):
+        values["proxy_uid"] = _proxy_user(envoy_user, names)
+    if not values.get("proxy_gid"):
+        uid = str(values["proxy_uid"])
+        # The same text, as with Istio; a user that nobody knows is one mistake and not two.
+        values["proxy_gid"] = uid if re.fullmatch(r"[0-9,-]+", uid) else ""
 
 
 def _proxy_user(name: str, names: SystemNames) -> str:
@@ -86,7 +92,8 @@ def _ipv6(values: dict[str, object], target: Target | None) -> routing.Ipv6State
 def _dns_servers(values: dict[str, object], target: Target | None) -> None:
     given = values.pop("dns_servers", None)
     if given is None and not any(key in values for key in ("dns_servers_v4", "dns_servers_v6")):
-        if not _says(values, "redirect_dns") or _says(values, "capture_all_dns"):
+        everyone = _says(values, "capture_all_dns") or values.get("mode") == AMBIENT
+        if everyone or not _says(values, "redirect_dns"):
             return
         path = resolvconf.RESOLV_CONF
         if target is not None:

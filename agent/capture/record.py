@@ -17,7 +17,7 @@ from typing import Any
 from agent.kernel import files
 from agent.kernel.netns import Netns
 from agent.model.errors import InvalidSettings
-from agent.model.plan import LocalRoute, LoopbackAddress, PolicyRule, Route, plan
+from agent.model.plan import WHOLE_MARK, LocalRoute, LoopbackAddress, PolicyRule, Route, plan
 from agent.model.ruleset import Family
 from agent.model.settings import parse
 from agent.model.wanted import Before, Known
@@ -125,7 +125,7 @@ def _decode(document: Any) -> Record:
 
 def _encode_route(route: Route) -> list[object]:
     if isinstance(route, PolicyRule):
-        return ["rule", route.family, route.mark, route.table]
+        return ["rule", route.family, route.mark, route.table, route.mask]
     if isinstance(route, LocalRoute):
         return ["route", route.family, route.table]
     return ["address", route.family, f"{route.address}/{route.prefix}"]
@@ -134,7 +134,8 @@ def _encode_route(route: Route) -> list[object]:
 def _decode_route(words: Any) -> Route:
     kind, family = words[0], Family(words[1])
     if kind == "rule":
-        return PolicyRule(family, _word(words[2]), _word(words[3]))
+        mask = _word(words[4]) if len(words) > 4 else WHOLE_MARK
+        return PolicyRule(family, _word(words[2]), _word(words[3]), mask=mask)
     if kind == "route":
         return LocalRoute(family, _word(words[2]))
     there = ipaddress.IPv6Interface(words[2])

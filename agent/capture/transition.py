@@ -169,7 +169,7 @@ def _route_step(session: Session, verb: str, routes: tuple[Route, ...]) -> Step:
         else:
             routing.change(session.rtnl, ordered, ())
 
-    what = "; ".join(route.command().replace(" add ", f" {verb} ") for route in ordered)
+    what = "; ".join(route.command(verb) for route in ordered)
     return Step(what, change, backend="routing")
 
 

@@ -10,10 +10,10 @@ from agent.capture.inputs import Target, settings_for
 from agent.capture.probing.probe import Outcome, ProbeResult, passed, probe
 from agent.cli import output
 from agent.cli.apply_command import add_backend_option
-from agent.cli.options import add_capture_options, given_settings, guarded
+from agent.cli.options import add_capture_options, given_settings, guarded, whole
 from agent.cli.target import add_netns_option, opened
-from agent.formats import pod
 from agent.model.settings import dump
+from agent.model.values import SIDECAR
 
 EXAMPLES = """examples:
   intercept-agent check --netns web                    against what was applied there
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings_for(raw, None)
     with opened(arguments.netns) as target:
         if raw is None:
-            raw, origin = _applied(target)
+            raw, origin = _applied(target, arguments.mode)
         else:
             raw, origin = record.as_applied(target.netns, raw), "the settings given here"
         settings = settings_for(guarded(raw, arguments), target)
@@ -54,14 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.in_sync and passed(probes) else 1
 
 
-def _applied(target: Target) -> tuple[dict[str, object], str]:
+def _applied(target: Target, mode: str | None) -> tuple[dict[str, object], str]:
     """Return the settings that were applied here, or those of a pod without annotations.
 
     And the words for which of the two they are.
     """
     found = record.load(target.netns)
-    if found is None or not found.known().plans:  # none, or of a version that is not understood
-        return dict(pod.DEFAULTS), "a whole captured pod (nothing is on record here)"
+    usable = found is not None and found.known().plans  # not of a version that is not understood
+    if found is None or not usable or mode not in (None, found.settings.get("mode", SIDECAR)):
+        return whole(mode), "a whole captured pod (nothing is on record here)"
     return dict(found.settings), "what was applied here"
 
 

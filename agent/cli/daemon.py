@@ -346,6 +346,8 @@ class Daemon:
 def _policy(config: Config) -> Policy:
     return Policy(
         exclude_namespaces=config.exclude_namespaces,
+        mode="ambient" if config.capture == "ambient" else "sidecar",
+        ambient=config.ambient,
         own_namespace=os.environ.get("POD_NAMESPACE", ""),
     )
 

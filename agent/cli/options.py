@@ -9,9 +9,10 @@ from typing import Any
 
 from agent.formats import documents, pod
 from agent.model.errors import InvalidSettings
+from agent.model.profile import OVERRIDES
 from agent.model.settings import KEYS
 from agent.model.state import EBPF
-from agent.model.values import GATES, GUARDS
+from agent.model.values import AMBIENT, GATES, GUARDS, MODES, SIDECAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,11 @@ class Setting:
     environment: tuple[str, ...]
     help: str
     switch: bool = False
+    of_ambient: tuple[str, ...] = ()
+
+    def variables(self, mode: str) -> tuple[str, ...]:
+        """Return the environment names, of which Istio's node agent has others for ambient pods."""
+        return self.environment if mode == SIDECAR else self.of_ambient
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -123,6 +129,7 @@ SETTINGS: tuple[Setting, ...] = (
         ("REDIRECT_DNS", "ISTIO_META_DNS_CAPTURE"),
         "send DNS queries to port 15053 (false)",
         switch=True,
+        of_ambient=("AMBIENT_DNS_CAPTURE",),
     ),
     Setting(
         "capture_all_dns",
@@ -168,12 +175,27 @@ SETTINGS: tuple[Setting, ...] = (
         ("--enable-ipv6",),
         (),
         "auto, true or false (auto: wherever the namespace has IPv6 or may get it)",
+        of_ambient=("AMBIENT_IPV6",),
     ),
     Setting(
         "dns_servers",
         ("--dns-servers",),
         (),
         "name servers to capture, comma separated (those of the pod's resolv.conf)",
+    ),
+    Setting(
+        "host_probe_snat_ip",
+        ("--host-probe-snat-ip",),
+        (),
+        "ambient: where the node's probes come from, never captured (169.254.7.127)",
+        of_ambient=("HOST_PROBE_SNAT_IP",),
+    ),
+    Setting(
+        "host_probe_snat_ipv6",
+        ("--host-probe-snat-ipv6",),
+        (),
+        "the same for IPv6 (fd16:9254:7127:1337:ffff:ffff:ffff:ffff)",
+        of_ambient=("HOST_PROBE_SNAT_IPV6",),
     ),
 )
 
@@ -209,9 +231,10 @@ def add_capture_options(parser: argparse.ArgumentParser, *, without: str) -> Non
     group.add_argument("--pod-manifest", metavar="FILE", help="settings from a pod's annotations")
     parser.add_argument(
         "--mode",
-        choices=("sidecar", "ambient"),
-        default="sidecar",
-        help="kind of pod (sidecar; ambient is not in this version)",
+        choices=MODES,
+        help="ambient: the node's proxy (ztunnel) has its sockets in the pod and takes all TCP, "
+        "both ways; --redirect-dns, --istio-inbound-ports '' (outbound only), -k and "
+        "--host-probe-snat-ip are what can be chosen (sidecar)",
     )
     parser.add_argument(
         "--gate",
@@ -234,7 +257,8 @@ def add_capture_options(parser: argparse.ArgumentParser, *, without: str) -> Non
 
 def _help(setting: Setting) -> str:
     text = setting.help.replace("%", "%%")
-    return f"{text} [env {', '.join(setting.environment)}]" if setting.environment else text
+    names = (*setting.environment, *setting.of_ambient)
+    return f"{text} [env {', '.join(names)}]" if names else text
 
 
 def raw_settings(
@@ -245,7 +269,12 @@ def raw_settings(
     Raises: InvalidSettings for a file that cannot be used or a mode that this version lacks.
     """
     given = given_settings(arguments, environment)
-    return guarded(dict(pod.DEFAULTS) if given is None else given, arguments)
+    return guarded(whole(arguments.mode) if given is None else given, arguments)
+
+
+def whole(mode: str | None) -> dict[str, object]:
+    """Return the settings of a pod that is captured both ways and says nothing of itself."""
+    return {"mode": AMBIENT} if mode == AMBIENT else dict(pod.DEFAULTS)
 
 
 def guarded(given: dict[str, object], arguments: argparse.Namespace) -> dict[str, object]:
@@ -264,33 +293,29 @@ def given_settings(
     Raises: as `raw_settings`.
     """
     environment = os.environ if environment is None else environment
-    _refuse_unsupported(arguments)
     given: dict[str, object] = {}
+    file: Mapping[str, object] = {}
+    if arguments.settings is not None:
+        file = _known_keys(documents.load_mapping(arguments.settings), arguments.settings)
+    mode = str(arguments.mode or file.get("mode") or SIDECAR)
     for setting in SETTINGS:
-        for name in setting.environment:
+        for name in setting.variables(mode):
             if name in environment:
                 given[setting.key] = environment[name]
     if arguments.pod_manifest:
-        given |= documents.pod_settings(arguments.pod_manifest)
-    if arguments.settings is not None:
-        given |= _known_keys(documents.load_mapping(arguments.settings), arguments.settings)
+        given |= documents.pod_settings(arguments.pod_manifest, mode)
+    given |= file
     for setting in SETTINGS:
         value = getattr(arguments, setting.key)
         if value is not None:
             given[setting.key] = value
     _refuse_gate(arguments.gate or given.get("gate"), arguments.backend)
     said = bool(given) or arguments.settings is not None
+    if mode != SIDECAR:
+        given["mode"] = mode
     if "ENVOY_USER" in environment:
         given["envoy_user"] = environment["ENVOY_USER"]
     return given if said else None
-
-
-def _refuse_unsupported(arguments: argparse.Namespace) -> None:
-    problems = []
-    if arguments.mode != "sidecar":
-        problems.append("mode: this version captures sidecar pods only")
-    if problems:
-        raise InvalidSettings(tuple(problems))
 
 
 def _refuse_gate(gate: object, backend: str) -> None:
@@ -308,7 +333,7 @@ def _refuse_gate(gate: object, backend: str) -> None:
 
 
 def _known_keys(found: Mapping[str, object], path: str) -> Mapping[str, object]:
-    known = {*KEYS, "dns_servers"}
+    known = {*KEYS, *OVERRIDES, "dns_servers"}
     problems = [
         f"{path}: {key}: no such setting{documents.nearest(key, known)}"
         for key in found

@@ -8,7 +8,7 @@ from typing import Any
 from agent.formats import pod as pod
 from agent.formats import yaml_scalars, yaml_tree
 from agent.model.errors import InvalidSettings
-from agent.model.values import shown
+from agent.model.values import SIDECAR, shown
 
 MAX_BYTES = 4 * 1024 * 1024
 
@@ -26,7 +26,7 @@ def load_mapping(path: str) -> Mapping[str, object]:
     return {str(key): value for key, value in documents[0].items()}
 
 
-def pod_settings(path: str) -> Mapping[str, object]:
+def pod_settings(path: str, mode: str = SIDECAR) -> Mapping[str, object]:
     """Return the settings of the one pod (or pod template) in a manifest.
 
     Raises: InvalidSettings with every mistake in its annotations.
@@ -35,7 +35,7 @@ def pod_settings(path: str) -> Mapping[str, object]:
         for _, member in pod.members(document):
             found = pod.pod_of(member)
             if found is not None:
-                return pod.settings(found)
+                return pod.settings(found, mode)
     raise InvalidSettings((f"{path}: there is no Pod and nothing with a pod template in it",))
 
 

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agent.formats import kube
+from agent.model import ambient_pod
 from agent.model.annotations import ANNOTATIONS, DEFAULTS, raw_settings
 from agent.model.note import Place
+from agent.model.values import AMBIENT, SIDECAR
 
 __all__ = ["ANNOTATIONS", "DEFAULTS", "members", "place_of_pod", "pod_of", "settings"]
 
@@ -71,9 +73,12 @@ def pod_of(document: object) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def settings(pod: Mapping[str, Any]) -> dict[str, object]:
+def settings(pod: Mapping[str, Any], mode: str = SIDECAR) -> dict[str, object]:
     """Return the raw settings of a pod: its annotations, and its proxy container's environment.
+
+    Those of an ambient pod are what it says otherwise than its node's agent.
 
     Raises: InvalidSettings if the manifest has another shape than a pod's.
     """
-    return raw_settings(kube.pod(pod))
+    found = kube.pod(pod)
+    return ambient_pod.overrides(found) if mode == AMBIENT else raw_settings(found)

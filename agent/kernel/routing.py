@@ -51,14 +51,11 @@ LO_INDEX = 1  # the kernel gives lo the first index in every namespace (LOOPBACK
 IPV6_CONF = Path("/proc/sys/net/ipv6/conf")
 
 
-def read_routes(rtnl: NetlinkSocket, *, masked: bool = False) -> tuple[Route, ...]:
-    """Return what could be a capture's: fwmark rules, local default routes, addresses on lo.
-
-    With `masked` also the rules that look at a part of the mark, as others than a sidecar's do.
-    """
+def read_routes(rtnl: NetlinkSocket) -> tuple[Route, ...]:
+    """Return what could be a capture's: fwmark rules, local default routes, addresses on lo."""
     found: list[Route] = []
     for family in Family:
-        found += _policy_rules(rtnl, family, masked=masked)
+        found += _policy_rules(rtnl, family)
         found += _local_routes(rtnl, family)
     found += _addresses(rtnl)
     return tuple(found)
@@ -86,7 +83,7 @@ def lo_is_up(rtnl: NetlinkSocket) -> bool:
     return False
 
 
-def _policy_rules(rtnl: NetlinkSocket, family: Family, *, masked: bool) -> Iterator[PolicyRule]:
+def _policy_rules(rtnl: NetlinkSocket, family: Family) -> Iterator[PolicyRule]:
     """Yield the rules that select by their mark alone; any other selector is somebody's."""
     for message in _dump(rtnl, RTM_GETRULE, RTMSG.pack(AF[family], 0, 0, 0, 0, 0, 0, 0, 0)):
         _, dst_len, src_len, tos, table, _, _, action, flags = RTMSG.unpack_from(message)
@@ -97,7 +94,7 @@ def _policy_rules(rtnl: NetlinkSocket, family: Family, *, masked: bool) -> Itera
             continue
         whole = WORD.pack(FULL_MASK)  # which also stands for "suppresses nothing"
         mask = found.get(FRA_FWMASK, whole)
-        if found.get(FRA_SUPPRESS_PREFIXLEN, whole) != whole or not (masked or mask == whole):
+        if found.get(FRA_SUPPRESS_PREFIXLEN, whole) != whole:
             continue
         table = WORD.unpack(found[FRA_TABLE])[0] if FRA_TABLE in found else table
         priority = WORD.unpack(found[FRA_PRIORITY])[0] if FRA_PRIORITY in found else 0
@@ -145,7 +142,7 @@ def _request(rtnl: NetlinkSocket, verb: str, route: Route, ignore: tuple[int, ..
         rtnl.request(new if verb == "add" else old, flags, payload)
     except OSError as error:
         if error.errno not in ignore:
-            command = route.command().replace(" add ", f" {verb} ")
+            command = route.command(verb)
             said = os.strerror(error.errno or 0)
             raise KernelRejected(f"`{command}` was refused: {said}", script=command) from error
 

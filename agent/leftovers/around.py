@@ -95,7 +95,7 @@ def routes(seen: Seen, node: Node, pod: str, command: str) -> Iterator[Finding]:
         if owner is not None and not _needed(seen, node, route, owner):
             left.setdefault(owner.name, []).append(route)
     for name, found in left.items():
-        commands = tuple(route.command().replace(" add ", " del ") for route in found)
+        commands = tuple(route.command("del") for route in found)
         untidy = all(isinstance(route, LoopbackAddress) for route in found)
         families = {route.family for route in found}
         yield Finding(

@@ -94,7 +94,8 @@ def command_of(route: Route) -> str:
     if isinstance(route, LoopbackAddress):
         return f"{route.command()} nodad"
     if isinstance(route, PolicyRule) and route.priority is not None:
-        return route.command().replace(" add ", f" add pref {route.priority} ", 1)
+        plain = replace(route, priority=None).command()
+        return plain.replace(" add ", f" add pref {route.priority} ", 1)
     return route.command()
 
 

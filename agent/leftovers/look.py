@@ -99,7 +99,7 @@ def look(session: Session, name: str) -> Seen:
     session.forget()
     try:
         rules = _rules(session)
-        routes = routing.read_routes(session.rtnl, masked=True)
+        routes = routing.read_routes(session.rtnl)
         around = session.netns.run(_surroundings)
         enrolment = _enrolment(session)
     except OSError as error:

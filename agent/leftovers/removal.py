@@ -67,7 +67,7 @@ class Removal:
         """Return the commands that say the same as the removal, in order."""
         found = [line for cut in self.cuts for line in cut.lines()]
         found += [f"nft delete table {table.family} {table.name}" for table in self.tables]
-        found += [route.command().replace(" add ", " del ", 1) for route in self.routes]
+        found += [route.command("del") for route in self.routes]
         found += [f"ipset destroy {name}" for name in self.sets]
         found += [f"ip link del {name}" for name in self.links]
         return tuple(found)

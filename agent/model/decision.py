@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from agent.model import ambient_pod
 from agent.model import annotations as names
 from agent.model.pod import INIT, PROXY, Namespace, Pod, Policy
 from agent.model.remarks import remarks
-from agent.model.values import FALSE_WORDS, shown
+from agent.model.values import AMBIENT, FALSE_WORDS, shown
 
 
 class Reason(StrEnum):
@@ -77,8 +78,9 @@ def decide(pod: Pod, namespace: Namespace, policy: Policy) -> Decision:
     for rule in _RULES:
         found = rule(pod, namespace, policy)
         if found is not None:
-            quiet = found.reason in _QUIET
-            return found if quiet else replace(found, warnings=remarks(pod, None))
+            if found.reason in _QUIET:
+                return found
+            return replace(found, warnings=(*remarks(pod, None), *found.warnings))
     return _captured(pod, policy)
 
 
@@ -158,6 +160,25 @@ def _outside_the_mesh(namespace: Namespace) -> str:
     )
 
 
+def _ambient(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
+    """Pods of the node's own proxy; those with a sidecar are captured with it, as elsewhere."""
+    asked = ambient_pod.asks(pod, namespace) if policy.mode == AMBIENT else ""
+    if not asked:
+        return None
+    if uncapturable := _runtime_class(pod, namespace, policy):
+        return uncapturable
+    said = tuple(note.text for note in ambient_pod.notes(pod))
+    if problems := tuple(note.text for note in ambient_pod.mistakes(pod)):
+        return _invalid(pod, problems, said, certain=True)
+    return Decision(
+        captured=True,
+        reason=Reason.AMBIENT,
+        text=asked,
+        settings=ambient_pod.raw_settings(pod, policy.ambient),
+        warnings=said,
+    )
+
+
 # --- what the pod has in it -----------------------------------------------------------------------
 
 
@@ -208,27 +229,14 @@ def _no_proxy(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None
     else:
         text = f"no container is named {PROXY}"
     certain = pod.containers is not None or status is None
-    ambient = ambient_mode(pod, namespace)
+    ambient = ambient_pod.asks(pod, namespace)
     if ambient:
-        text = f"{ambient}, and this agent captures pods with a sidecar only; {text}"
+        text = f"{ambient}, and this agent captures pods with a sidecar only (capture); {text}"
         return _left(Reason.AMBIENT, text, certain=certain)
+    if policy.mode == AMBIENT and ambient_pod.may_ask(pod, namespace):
+        text = f"{text}, and whether a label asks for ambient is not known here"
+        return _left(Reason.NOT_INJECTED, text, certain=False)
     return _left(Reason.NOT_INJECTED, text + _why_not_injected(pod, namespace), certain=certain)
-
-
-def ambient_mode(pod: Pod, namespace: Namespace) -> str:
-    """Return the label that asks for the node's proxy (ambient mode), as text, or nothing.
-
-    What is in the pod counts more than labels: one with a sidecar has its own (field report 49).
-    """
-    if pod.host_network or pod.proxy is not None or pod.annotation(names.STATUS) is not None:
-        return ""
-    own = pod.label(names.DATAPLANE_MODE)
-    if own == "ambient":
-        return f"label {names.DATAPLANE_MODE} of the pod is 'ambient'"
-    # The namespace's label selects every pod whose own label is not `none`, whatever else it is.
-    if own != "none" and (namespace.labels or {}).get(names.DATAPLANE_MODE) == "ambient":
-        return f"label {names.DATAPLANE_MODE} of namespace {namespace.name} is 'ambient'"
-    return ""
 
 
 def _why_not_injected(pod: Pod, namespace: Namespace) -> str:
@@ -332,6 +340,7 @@ _RULES: tuple[Callable[[Pod, Namespace, Policy], Decision | None], ...] = (
     _excluded,
     _host_network,
     _unknown,
+    _ambient,
     _init_container,
     _proxy_disabled,
     _no_proxy,
@@ -347,15 +356,8 @@ def _captured(pod: Pod, policy: Policy) -> Decision:
     raw = names.raw_settings(pod, policy.defaults)
     problems = tuple(note.text for note in names.mistakes(pod, raw))
     if problems:
-        return Decision(
-            captured=False,
-            reason=Reason.INVALID_ANNOTATIONS,
-            text=f"the capture of {pod.title} is described wrongly: {'; '.join(problems)}",
-            refuse=True,
-            problems=problems,
-            warnings=remarks(pod, None),
-            certain=pod.containers is not None,
-        )
+        certain = pod.containers is not None
+        return _invalid(pod, problems, remarks(pod, None), certain=certain)
     return Decision(
         captured=True,
         reason=Reason.INJECTED,
@@ -363,6 +365,20 @@ def _captured(pod: Pod, policy: Policy) -> Decision:
         settings=raw,
         warnings=remarks(pod, raw),
         certain=pod.containers is not None and pod.labels is not None,
+    )
+
+
+def _invalid(
+    pod: Pod, problems: tuple[str, ...], warnings: tuple[str, ...], *, certain: bool
+) -> Decision:
+    return Decision(
+        captured=False,
+        reason=Reason.INVALID_ANNOTATIONS,
+        text=f"the capture of {pod.title} is described wrongly: {'; '.join(problems)}",
+        refuse=True,
+        problems=problems,
+        warnings=warnings,
+        certain=certain,
     )
 
 

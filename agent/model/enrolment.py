@@ -85,6 +85,11 @@ def enrolment(settings: Settings) -> Enrolment:
 
 def refusals(settings: Settings) -> tuple[str, ...]:
     """Return a sentence for each setting that cannot be honoured without netfilter."""
+    if settings.ambient:
+        return (
+            "mode: an ambient capture knows its proxy by packet mark and routes the answers of the "
+            "application back to it, and eBPF turns connections at the socket and sees no packets",
+        )
     found = []
     if settings.tproxy:
         found.append(

@@ -37,6 +37,15 @@ TPROXY_ROUTE_TABLE = 133
 # What `ip route` calls local, main, default and unspec: a TPROXY route there would break the pod.
 RESERVED_ROUTE_TABLES = (0, 253, 254, 255)
 
+# Ambient: the node's proxy marks what it sends, by which rules know it. Connections that it makes
+# to the pod are marked too, so that the answers are routed to it (istio cni/pkg/iptables).
+AMBIENT_MARK, AMBIENT_CONNMARK, AMBIENT_MASK = 0x539, 0x111, 0xFFF
+AMBIENT_POLICY = (AMBIENT_CONNMARK, AMBIENT_MASK, 100)  # mark, mask and route table
+AMBIENT_PREFERENCE = 32764
+# What the node's probes of a pod come from (HOST_PROBE_SNAT_IP, HOST_PROBE_SNAT_IPV6).
+PROBE_SOURCE_V4 = "169.254.7.127"
+PROBE_SOURCE_V6 = "fd16:9254:7127:1337:ffff:ffff:ffff:ffff"
+
 # conntrack zones that keep the client's DNS query apart from the proxy's own (field report 70).
 ZONE_PROXY_TO_UPSTREAM = 1
 ZONE_CLIENT_TO_PROXY = 2

@@ -9,19 +9,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from agent.model import numbers, standing
+from agent.model import ambient, numbers, standing
 from agent.model.ruleset import (
     Family,
     Match,
-    Option,
     Rule,
     Ruleset,
     Rulesets,
     Target,
     basic,
+    connmark,
     match,
     ruleset_of,
     target,
+    without_bare_matches,
 )
 from agent.model.settings import Settings
 from agent.model.values import MAX_PORT, Network, Span, address_text, network_text
@@ -50,9 +51,12 @@ class PolicyRule:
     priority: int | None = field(default=None, compare=False)
     mask: int = WHOLE_MARK
 
-    def command(self) -> str:
-        mark = str(self.mark) if self.mask == WHOLE_MARK else f"{self.mark:#x}/{self.mask:#x}"
-        return f"ip -{self.family.version} rule add fwmark {mark} lookup {self.table}"
+    def command(self, verb: str = "add") -> str:
+        mark = str(self.mark)
+        if self.mask != WHOLE_MARK:  # a sidecar's rule takes the preference that the kernel gives
+            pref = "" if self.priority is None else f" pref {self.priority}"
+            mark = f"{self.mark:#x}/{self.mask:#x}{pref}"
+        return f"ip -{self.family.version} rule {verb} fwmark {mark} lookup {self.table}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,11 +65,13 @@ class LocalRoute:
 
     family: Family
     table: int
+    replaces: bool = field(default=False, compare=False)  # in the words of the command only
 
-    def command(self) -> str:
+    def command(self, verb: str = "add") -> str:
         everything = "0.0.0.0/0" if self.family is Family.IPV4 else "::/0"
         version = self.family.version
-        return f"ip -{version} route add local {everything} dev lo table {self.table}"
+        verb = "replace" if self.replaces and verb == "add" else verb
+        return f"ip -{version} route {verb} local {everything} dev lo table {self.table}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,8 +85,8 @@ class LoopbackAddress:
     address: str
     prefix: int = field(default=128, compare=False)
 
-    def command(self) -> str:
-        return f"ip -{self.family.version} addr add {self.address}/{self.prefix} dev lo"
+    def command(self, verb: str = "add") -> str:
+        return f"ip -{self.family.version} addr {verb} {self.address}/{self.prefix} dev lo"
 
 
 Route = PolicyRule | LocalRoute | LoopbackAddress
@@ -90,14 +96,15 @@ Route = PolicyRule | LocalRoute | LoopbackAddress
 class CapturePlan:
     """Everything a capture consists of: rules by family, what routing needs besides, and a guard.
 
-    The guard's rules stand apart from the others, in a table of their own. Where there are to be no
-    rules, the settings say all.
+    The guard's rules stand apart from the others, in a table of their own. `native` is how nftables
+    has the rules. Where there are to be no rules, the settings say all.
     """
 
     settings: Settings
     rulesets: Rulesets
     routes: tuple[Route, ...] = ()
     guard: Rulesets = field(default_factory=dict)
+    native: Rulesets = field(default_factory=dict)
 
     def rule_count(self) -> int:
         rulesets = (*self.rulesets.values(), *self.guard.values())
@@ -112,12 +119,18 @@ def plan(settings: Settings) -> CapturePlan:
     if settings.guarded:
         found = {family: standing.standing(ruleset) for family, ruleset in rulesets.items()}
         guards = {family: guard for family, guard in found.items() if guard is not None}
-    return CapturePlan(settings, rulesets, routes(settings), guards)
+    native = {family: without_bare_matches(ruleset) for family, ruleset in rulesets.items()}
+    return CapturePlan(settings, rulesets, routes(settings), guards, native)
 
 
 def routes(settings: Settings) -> tuple[Route, ...]:
     """Return addresses, policy rules and routes in the order in which they must be made."""
     needed: list[Route] = []
+    if settings.ambient:
+        (mark, mask, table), chosen = numbers.AMBIENT_POLICY, numbers.AMBIENT_PREFERENCE
+        needed += [LocalRoute(family, table, replaces=True) for family in settings.families]
+        needed += [PolicyRule(f, mark, table, chosen, mask) for f in settings.families]
+        return tuple(needed)
     if settings.enable_ipv6:
         needed.append(LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6.partition("/")[0]))
     if settings.tproxy and settings.inbound_ports_include:
@@ -149,6 +162,8 @@ def _rule(verdict: Target, matches: Iterable[Match | None]) -> Rule:
 
 
 def _ruleset(settings: Settings, family: Family) -> Ruleset:
+    if settings.ambient:
+        return ambient.ruleset(settings, family)
     rules = _Rules()
     _interfaces(rules, settings)
     _drop_invalid(rules, settings)
@@ -339,7 +354,7 @@ def _tproxy(rules: _Rules, settings: Settings, family: Family) -> None:
         rules.add("mangle", "ISTIO_DIVERT", Target("ACCEPT"))
         not_loopback = basic(not_destination=loopback, protocol="tcp")
         rules.add("mangle", "ISTIO_TPROXY", capture, not_loopback)
-    rules.add("mangle", "PREROUTING", _connmark("--save-mark"), tcp, marked)
+    rules.add("mangle", "PREROUTING", connmark("--save-mark"), tcp, marked)
     on_lo = basic(out_interface="lo", protocol="tcp")
     rules.add("mangle", "OUTPUT", RETURN, on_lo, marked)
     to_self = basic(not_destination=loopback, out_interface="lo", protocol="tcp")
@@ -349,18 +364,13 @@ def _tproxy(rules: _Rules, settings: Settings, family: Family) -> None:
             ours = match("owner", kind, owner.text("-"))
             rules.add("mangle", "OUTPUT", self_mark, to_self, ours)
     connection_marked = match("connmark", "--mark", f"{mark:#x}")
-    rules.add("mangle", "OUTPUT", _connmark("--restore-mark"), tcp, connection_marked)
+    rules.add("mangle", "OUTPUT", connmark("--restore-mark"), tcp, connection_marked)
     passthrough = numbers.PASSTHROUGH_V4 if family is Family.IPV4 else numbers.PASSTHROUGH_V6
     from_proxy = basic(source=passthrough, in_interface="lo", protocol="tcp")
     from_lo = basic(in_interface="lo", protocol="tcp")
     not_self = match("mark", "--mark", f"{numbers.TPROXY_SELF_MARK:#x}", negated=True)
     for index, matches in enumerate(((tcp, marked), (from_proxy,), (from_lo, not_self))):
         rules.insert(index, "mangle", "ISTIO_INBOUND", RETURN, *matches)
-
-
-def _connmark(action: str) -> Target:
-    masks = (Option("--nfmask", ("0xffffffff",)), Option("--ctmask", ("0xffffffff",)))
-    return Target("CONNMARK", (Option(action), *masks))
 
 
 def port_match(protocol: str, name: str, port: Span) -> Match | None:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from agent.model.note import Place
 from agent.model.settings import parse
+from agent.model.values import AMBIENT
 
 PROXY = "istio-proxy"
 INIT = "istio-init"
@@ -110,6 +111,8 @@ class Policy:
     `defaults` are raw settings that a pod's annotations may override: owner groups and the loopback
     network are read from there only. Names of users and groups must have been looked up already.
     `uncapturable_runtimes` are words of a runtime class's name, so `kata` stands for `kata-qemu`.
+    In mode `ambient` pods of the node's own proxy are captured, too; `ambient` are their raw
+    settings.
 
     Raises: InvalidSettings, when made with defaults that no pod could be captured with.
     """
@@ -119,11 +122,13 @@ class Policy:
     own_name_prefix: str = "intercept-agent-"
     uncapturable_runtimes: tuple[str, ...] = ("gvisor", "runsc", "kata")
     failure_policy: Literal["closed", "open"] = "closed"
-    mode: Literal["sidecar"] = "sidecar"
+    mode: Literal["sidecar", "ambient"] = "sidecar"
     defaults: Mapping[str, object] = field(default_factory=dict)
+    ambient: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parse(parsable(self.defaults))
+        parse(parsable({"mode": AMBIENT, **self.ambient}))
 
     @property
     def closed(self) -> bool:

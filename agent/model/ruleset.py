@@ -160,6 +160,22 @@ def ruleset_of(family: Family, rules: Mapping[str, Mapping[str, Iterable[Rule]]]
     return Ruleset(family, tuple(tables))
 
 
+def without_bare_matches(ruleset: Ruleset) -> Ruleset:
+    """Return the ruleset without matches that have no options, such as `-p tcp -m tcp` prints."""
+    tables = []
+    for table in ruleset.tables:
+        chains = tuple(
+            replace(chain, rules=tuple(_without_bare(rule) for rule in chain.rules))
+            for chain in table.chains
+        )
+        tables.append(Table(table.name, chains))
+    return Ruleset(ruleset.family, tuple(tables))
+
+
+def _without_bare(rule: Rule) -> Rule:
+    return replace(rule, matches=tuple(match for match in rule.matches if match.options))
+
+
 def matching(loaded: Sequence[Rule], wanted: Sequence[Rule]) -> set[tuple[int, int]]:
     """Return the pairs of positions of the rules that two chains share, in order.
 
@@ -186,6 +202,7 @@ def basic(
     not_destination: str | None = None,
     in_interface: str | None = None,
     out_interface: str | None = None,
+    not_out_interface: str | None = None,
     protocol: str | None = None,
 ) -> Match:
     """Return the basic conditions of a rule in the order in which iptables-save prints them."""
@@ -195,6 +212,7 @@ def basic(
         ("-d", not_destination, True),
         ("-i", in_interface, False),
         ("-o", out_interface, False),
+        ("-o", not_out_interface, True),
         ("-p", protocol, False),
     )
     return Match(BASIC, tuple(Option(n, (v,), neg) for n, v, neg in options if v is not None))
@@ -210,3 +228,9 @@ def target(name: str, **options: str) -> Target:
     return Target(
         name, tuple(Option("--" + key.replace("_", "-"), (v,)) for key, v in options.items())
     )
+
+
+def connmark(action: str) -> Target:
+    """Return the target that saves or restores the whole mark of a connection."""
+    masks = (Option("--nfmask", ("0xffffffff",)), Option("--ctmask", ("0xffffffff",)))
+    return Target("CONNMARK", (Option(action), *masks))

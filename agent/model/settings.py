@@ -5,10 +5,10 @@ the setting, the value and what is allowed.
 """
 
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
-from agent.model import numbers, values
+from agent.model import numbers, profile, values
 from agent.model.errors import InvalidSettings
 from agent.model.ruleset import Family
 from agent.model.values import (
@@ -26,6 +26,9 @@ from agent.model.values import (
     network_text,
     one,
 )
+
+PROBE_SOURCE_V4: Address = ipaddress.ip_address(numbers.PROBE_SOURCE_V4)
+PROBE_SOURCE_V6: Address = ipaddress.ip_address(numbers.PROBE_SOURCE_V6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,9 @@ class Settings:
     dual_stack: bool = False
     enable_ipv6: bool = False
     host_ipv4_loopback_cidr: Network = ipaddress.ip_network(numbers.LOOPBACK_V4)
+    mode: str = values.SIDECAR
+    host_probe_snat_ip: Address = PROBE_SOURCE_V4
+    host_probe_snat_ipv6: Address = PROBE_SOURCE_V6
     guard: str = "off"
     gate: str = "closed"
     init_cgroups: tuple[str, ...] = ()
@@ -68,6 +74,11 @@ class Settings:
     @property
     def tproxy(self) -> bool:
         return self.inbound_interception_mode == "TPROXY"
+
+    @property
+    def ambient(self) -> bool:
+        """Whether the node's proxy captures, and not one in the pod; see `agent.model.profile`."""
+        return self.mode == values.AMBIENT
 
     @property
     def guarded(self) -> bool:
@@ -95,6 +106,10 @@ class Settings:
     def captures_dns(self, family: Family) -> bool:
         return self.dns_active and (self.capture_all_dns or bool(self.dns_servers(family)))
 
+    def probe_source(self, family: Family) -> Address:
+        """Return where the node's probes of an ambient pod come from."""
+        return self.host_probe_snat_ip if family is Family.IPV4 else self.host_probe_snat_ipv6
+
     def loopback(self, family: Family) -> str:
         if family is Family.IPV6:
             return numbers.LOOPBACK_V6
@@ -102,6 +117,8 @@ class Settings:
 
     def warnings(self) -> tuple[str, ...]:
         """Sentences about settings that are valid and probably not meant."""
+        if self.ambient:
+            return ()
         found = []
         outbound = self.outbound_ip_ranges_include or self.outbound_ports_include
         if not (self.inbound_ports_include or outbound or self.dns_active):
@@ -181,6 +198,9 @@ def _parsers(names: Names) -> dict[str, Callable[[object], object]]:
         "dual_stack": values.boolean,
         "enable_ipv6": values.boolean,
         "host_ipv4_loopback_cidr": values.loopback_network,
+        "mode": profile.mode,
+        "host_probe_snat_ip": profile.address(4),
+        "host_probe_snat_ipv6": profile.address(6),
         "guard": values.guard,
         "gate": values.gate,
         "init_cgroups": values.cgroups,
@@ -198,12 +218,15 @@ def parse(raw: Mapping[str, object], names: Names | None = None) -> Settings:
     Raises: InvalidSettings with every mistake in it. Nothing else is raised for any input.
     """
     parsers = _parsers(names or NoNames())
+    ambient = raw.get("mode") == values.AMBIENT
+    parsers |= profile.OVERRIDES if ambient else {}
     parsed: dict[str, object] = {}
     problems: list[str] = []
     for key, value in raw.items():
         if key not in parsers:
             name = key if key.isidentifier() else values.shown(key)
-            problems.append(f"{name}: no such setting; known are {', '.join(KEYS)}")
+            known = ", ".join((*KEYS, *(profile.OVERRIDES if ambient else ())))
+            problems.append(f"{name}: no such setting; known are {known}")
             continue
         try:
             parsed[key] = parsers[key]("" if value is None else value)
@@ -211,6 +234,8 @@ def parse(raw: Mapping[str, object], names: Names | None = None) -> Settings:
             problems.append(f"{key}: {mistake}")
     if problems:
         raise InvalidSettings(tuple(problems))
+    if ambient:
+        parsed = {**profile.AMBIENT, **profile.folded(parsed)}
     settings = Settings(**parsed)  # type: ignore[arg-type]  # each parser returns its field's type
     if contradictions := _contradictions(settings):
         raise InvalidSettings(contradictions)
@@ -226,7 +251,24 @@ def _contradictions(settings: Settings) -> tuple[str, ...]:
             f"outbound_ip_ranges_include: {network_text(lost[0])} is IPv6, which is off here, so "
             "it would not be captured; turn IPv6 on (--enable-ipv6 true) or take it out"
         )
-    return tuple(found)
+    return (*found, *_of_another_mode(settings))
+
+
+def _of_another_mode(settings: Settings) -> Iterator[str]:
+    """Yield the values that only the other kind of capture can have."""
+    usual = Settings()
+    if settings.ambient:
+        usual = Settings(**profile.AMBIENT)  # type: ignore[arg-type]  # values of these fields
+    for key in KEYS:
+        if getattr(settings, key) == getattr(usual, key):
+            continue
+        if settings.ambient and key not in profile.CHOICES:
+            choices = ", ".join(profile.CHOICES)
+            yield f"{key}: an ambient capture has no choice of it; it has of {choices}"
+        if not settings.ambient and key in profile.ONLY_AMBIENT:
+            yield f"{key}: only an ambient capture has it (--mode ambient)"
+    if settings.ambient and settings.inbound_ports_include.items:
+        yield "inbound_ports_include: an ambient capture takes all of them (*) or none"
 
 
 def dump(settings: Settings) -> dict[str, object]:

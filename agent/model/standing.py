@@ -191,6 +191,8 @@ class _Copy:
         """Return what the copy does; None for a rule that leads to no capture."""
         if target is None or target == _RETURN:
             return target
+        if target.name == "ACCEPT":
+            return _RETURN  # nothing behind it captures, and in the filter table it would end all
         if target.name in _CAPTURES:
             return _DROP
         behind = self._capture.chain(self._table, target.name)

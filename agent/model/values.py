@@ -23,6 +23,7 @@ MAX_ID = 2**32 - 2  # 2^32-1 means "no id" to the kernel, and iptables refuses i
 MAX_OWNER_GROUPS = 64
 GUARDS = ("off", "standing")
 GATES = ("closed", "open", "listener")
+MODES = SIDECAR, AMBIENT = ("sidecar", "ambient")
 MAX_INTERFACE_NAME = 15
 MAX_CGROUP = 500  # a rule holds a path of 511 bytes
 

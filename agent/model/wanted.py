@@ -4,17 +4,22 @@ Built-in chains and tables of nf_tables exist only because somebody asked for th
 to know which were there before the capture; `Before` is that knowledge, taken when it was applied.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agent.model import numbers, owned
 from agent.model.enrolment import enrolment
-from agent.model.plan import CapturePlan, LocalRoute, LoopbackAddress, PolicyRule, Route
+from agent.model.plan import WHOLE_MARK, CapturePlan, LocalRoute, LoopbackAddress, PolicyRule, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Ruleset, Rulesets, Table
 from agent.model.state import EBPF, GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
 
 PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6.partition("/")[0])
-ISTIO_POLICY = (numbers.TPROXY_MARK, numbers.TPROXY_ROUTE_TABLE)
+
+Policy = tuple[int, int, int]
+"""What a policy rule of a capture is about: mark, mask and table."""
+
+ISTIO_POLICY: Policy = (numbers.TPROXY_MARK, WHOLE_MARK, numbers.TPROXY_ROUTE_TABLE)
+AMBIENT_POLICY: Policy = numbers.AMBIENT_POLICY
 
 Shell = tuple[Family, str, str]
 """A built-in chain of iptables-nft: family, table, chain."""
@@ -60,7 +65,7 @@ def _loaded(
     base: NamespaceState, plan: CapturePlan, backend: str, *, native: bool
 ) -> dict[str, Rulesets]:
     loaded = dict(base.loaded)
-    rulesets: Rulesets = plan.rulesets
+    rulesets = plan.native
     if backend != NFTABLES:
         rulesets = owned.merged(base.of(backend), plan.rulesets)
     if plan.guard and native:
@@ -94,7 +99,8 @@ def before_of(have: NamespaceState) -> Before:
                 or any(c.rules or c.policy is None for c in left.chains)
             ):
                 shells |= {(family, table.name, chain) for chain in _untouched(table, left)}
-    routes = tuple(r for r in have.routes if _is_ours(r, _policies(have, ())))
+    policies = _policies(have, ())
+    routes = tuple(r for r in have.routes if _is_ours(r, policies, have.routes))
     captured_before = have.enrolment is not None or any(
         owned.capture_of(r).tables for rulesets in have.loaded.values() for r in rulesets.values()
     )
@@ -131,7 +137,9 @@ def _others(
         if left:
             loaded[name] = left
     policies = _policies(have, plans)
-    routes = tuple(r for r in have.routes if not _is_ours(r, policies))
+    planned = [route for plan in plans for route in plan.routes]
+    known_routes = (*have.routes, *planned)
+    routes = tuple(r for r in have.routes if not _is_ours(r, policies, known_routes))
     return NamespaceState(
         loaded=loaded,
         routes=(*routes, *(known.routes if before else ())),
@@ -159,29 +167,47 @@ def _is_shell(chain: Chain, builtin: tuple[str, ...]) -> bool:
     return chain.name in builtin and not chain.rules and chain.policy == "ACCEPT"
 
 
-def _policies(have: NamespaceState, plans: tuple[CapturePlan, ...]) -> frozenset[tuple[int, int]]:
-    """Return the (mark, table) pairs by which captures route: Istio's, planned and loaded ones."""
-    found = {ISTIO_POLICY}
+def _policies(have: NamespaceState, plans: tuple[CapturePlan, ...]) -> frozenset[Policy]:
+    """Return the policies by which captures route: Istio's, planned and loaded ones."""
+    found = {ISTIO_POLICY, AMBIENT_POLICY}
     marks: set[int] = set()
     for rulesets in (*have.loaded.values(), *(plan.rulesets for plan in plans)):
         for ruleset in rulesets.values():
             marks |= owned.diverted_marks(ruleset)
     planned = [r for plan in plans for r in plan.routes]
-    found |= {(r.mark, r.table) for r in planned if isinstance(r, PolicyRule)}
+    found |= {_policy(r) for r in planned if isinstance(r, PolicyRule)}
     routes = (*have.routes, *planned)
     tables = {r.table for r in routes if isinstance(r, LocalRoute)}
     for route in routes:
-        if isinstance(route, PolicyRule) and route.mark in marks and route.table in tables:
-            found.add((route.mark, route.table))
+        if not isinstance(route, PolicyRule) or route.mask != WHOLE_MARK:
+            continue
+        if route.mark in marks and route.table in tables:
+            found.add(_policy(route))
     return frozenset(found)
 
 
-def _is_ours(route: Route, policies: frozenset[tuple[int, int]]) -> bool:
+def _policy(rule: PolicyRule) -> Policy:
+    return rule.mark, rule.mask, rule.table
+
+
+def _is_ours(route: Route, policies: frozenset[Policy], routes: Sequence[Route]) -> bool:
+    """Tell a capture's entry among all of them.
+
+    Table 100 is one that many others take, too: the route in it is a capture's only where the
+    capture's rule alone leads there.
+    """
     if isinstance(route, PolicyRule):
-        return (route.mark, route.table) in policies
-    if isinstance(route, LocalRoute):
-        return route.table in {table for _, table in policies}
-    return route == PASSTHROUGH
+        return _policy(route) in policies
+    if not isinstance(route, LocalRoute):
+        return route == PASSTHROUGH
+    if route.table != AMBIENT_POLICY[2]:
+        return route.table in {table for _, _, table in policies}
+    leading = [
+        _policy(r) in policies
+        for r in routes
+        if isinstance(r, PolicyRule) and (r.family, r.table) == (route.family, route.table)
+    ]
+    return bool(leading) and all(leading)
 
 
 def captures(state: NamespaceState) -> Mapping[str, Rulesets]:

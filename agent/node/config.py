@@ -11,7 +11,8 @@ from agent.model.errors import InvalidSettings
 from agent.model.pod import Policy
 from agent.model.settings import parse
 from agent.model.state import BACKENDS, EBPF
-from agent.model.values import GATES, GUARDS, MAX_PORT
+from agent.model.values import AMBIENT, GATES, GUARDS, MAX_PORT, SIDECAR
+from agent.model.values import MODES as CAPTURES
 
 RUN_DIR = Path("/run/intercept-agent")
 MODES = ("observe", "alert", "repair")
@@ -52,6 +53,8 @@ class Config:
     status: Listen = Listen(address="127.0.0.1", port=15020)
     exclude_namespaces: tuple[str, ...] = Policy().exclude_namespaces
     static: tuple[StaticPod, ...] = field(default=())
+    capture: str = SIDECAR
+    ambient: Mapping[str, object] = field(default_factory=lambda: {"redirect_dns": True})
 
 
 KNOWN: Mapping[str, tuple[str, ...]] = {
@@ -60,6 +63,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "backend": (),
     "mode": (),
     "capture": (),
+    "ambient": ("redirect_dns", "enable_ipv6", "host_probe_snat_ip", "host_probe_snat_ipv6"),
     "gate": (),
     "guard": (),
     "cri": ("endpoint",),
@@ -69,8 +73,6 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "exclude_namespaces": (),
     "static": (),
 }
-# Settings of which this version can do one value only; another is refused and never ignored.
-FIXED: Mapping[str, str] = {"capture": "sidecar"}
 PREFIX = "INTERCEPT_"
 # Settings that may be automatic, or name both families at once: the namespace decides.
 FOUND_OUT_LATER = ("enable_ipv6", "dns_servers")
@@ -120,11 +122,9 @@ class _Reader:
             if key not in KNOWN:
                 hint = documents.nearest(key, KNOWN)
                 self.problems.append(f"configuration: {key}: no such key{hint}")
-        for key, only in FIXED.items():
-            value = self._raw.get(key, only)
-            if value != only:
-                self.problems.append(f"{key}: {value!r} is not there yet; only {only!r} is")
         fresh = Config()
+        capture = self._choice("capture", CAPTURES, fresh.capture)
+        ambient = self._ambient(fresh.ambient)
         mode = self._choice("mode", MODES, fresh.mode)
         cni = self._section("cni")
         return Config(
@@ -141,8 +141,22 @@ class _Reader:
             health=self._listen("health", fresh.health),
             status=self._listen("status", fresh.status),
             exclude_namespaces=self._names("exclude_namespaces", fresh.exclude_namespaces),
-            static=self._static(),
+            static=self._static({"mode": capture, **ambient} if capture == AMBIENT else {}),
+            capture=capture,
+            ambient=ambient,
         )
+
+    def _ambient(self, default: Mapping[str, object]) -> Mapping[str, object]:
+        """Return what all ambient pods of the node have in common, as raw settings."""
+        found = {**default, **self._section("ambient")}
+        self._parse("ambient", {"mode": AMBIENT, **found})
+        return found
+
+    def _parse(self, where: str, raw: Mapping[str, object]) -> None:
+        try:
+            parse({key: value for key, value in raw.items() if key not in FOUND_OUT_LATER})
+        except InvalidSettings as error:
+            self.problems += (f"{where}: {problem}" for problem in error.problems)
 
     def _section(self, key: str) -> Mapping[str, Any]:
         found = self._raw.get(key) or {}
@@ -201,18 +215,20 @@ class _Reader:
             return ()
         return tuple(value)
 
-    def _static(self) -> tuple[StaticPod, ...]:
+    def _static(self, common: Mapping[str, object]) -> tuple[StaticPod, ...]:
         value = self._raw.get("static") or []
         if not isinstance(value, list):
             self.problems.append("static: a list of {name, netns, settings} is expected")
             return ()
-        found = [self._static_pod(index, item) for index, item in enumerate(value)]
+        found = [self._static_pod(index, item, common) for index, item in enumerate(value)]
         names = [pod.name for pod in found if pod]
         for name in sorted({name for name in names if names.count(name) > 1}):
             self.problems.append(f"static: the name {name} is given twice")
         return tuple(pod for pod in found if pod)
 
-    def _static_pod(self, index: int, item: object) -> StaticPod | None:
+    def _static_pod(
+        self, index: int, item: object, common: Mapping[str, object]
+    ) -> StaticPod | None:
         where = f"static[{index}]"
         if not isinstance(item, Mapping) or not {"name", "netns"} <= set(item):
             self.problems.append(f"{where}: a mapping with name and netns is expected")
@@ -223,12 +239,11 @@ class _Reader:
         if not isinstance(settings, Mapping):
             self.problems.append(f"{where}.settings: a mapping of settings is expected")
             return None
-        try:
-            parse({str(k): v for k, v in settings.items() if k not in FOUND_OUT_LATER})
-        except InvalidSettings as error:
-            self.problems += (f"{where}.settings: {problem}" for problem in error.problems)
+        own = {str(key): found for key, found in settings.items()}
+        own = own if own.get("mode") == SIDECAR else {**common, **own}
+        self._parse(f"{where}.settings", own)
         return StaticPod(
             name=str(item["name"]),
             netns=str(item["netns"]),
-            settings={str(key): found for key, found in settings.items()},
+            settings=own,
         )

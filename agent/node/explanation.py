@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from agent.model import annotations
+from agent.model import ambient_pod, annotations
 from agent.model.errors import AgentError
 from agent.model.pod import AUTO, Policy, parsable
 from agent.model.settings import dump, parse
+from agent.model.values import AMBIENT
 from agent.node.config import Config
 from agent.node.pod import Pod
 from agent.node.reconciler import Reconciler
@@ -81,7 +82,10 @@ def _by(raw: Mapping[str, object], entry: Entry | None, policy: Policy) -> dict[
         return dict.fromkeys(raw, "what the plugin was told when the pod started")
     if entry.record.settings is not None:
         return dict.fromkeys(raw, "static in the agent's configuration")
-    return annotations.origins(model_of(entry.record), policy.defaults)
+    pod = model_of(entry.record)
+    if raw.get("mode") == AMBIENT:
+        return ambient_pod.origins(pod, policy.ambient)
+    return annotations.origins(pod, policy.defaults)
 
 
 async def _findings(reconciler: Reconciler, pod: Pod) -> dict[str, object]:

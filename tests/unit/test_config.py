@@ -102,7 +102,41 @@ def test_the_guard_stands_where_drift_is_repaired(
     assert load(written(tmp_path, text), {}).guard == guard
 
 
-@pytest.mark.parametrize("text", ["capture: ambient"])
-def test_what_is_not_there_yet_is_refused_and_not_ignored(tmp_path: Path, text: str) -> None:
-    with pytest.raises(InvalidSettings, match="is not there yet"):
+AMBIENT = """
+capture: ambient
+ambient: {redirect_dns: false, host_probe_snat_ip: 169.254.9.9}
+static:
+  - {name: web, netns: web}
+  - {name: api, netns: api, settings: {redirect_dns: true}}
+  - {name: db, netns: db, settings: {mode: sidecar, inbound_ports_include: '5432'}}
+"""
+
+
+def test_ambient_pods_have_the_settings_of_the_node_and_static_ones_their_own_too(
+    tmp_path: Path,
+) -> None:
+    config = load(written(tmp_path, AMBIENT), {"INTERCEPT_AMBIENT_ENABLE_IPV6": "false"})
+    assert config.capture == "ambient"
+    common = {"redirect_dns": False, "host_probe_snat_ip": "169.254.9.9", "enable_ipv6": "false"}
+    assert config.ambient == common
+    web, api, db = (pod.settings for pod in config.static)
+    assert web == {"mode": "ambient", **common}
+    assert api == {**web, "redirect_dns": True}
+    assert db == {"mode": "sidecar", "inbound_ports_include": "5432"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("capture: ambiant", "capture: 'ambiant' is none of sidecar, ambient"),
+        ("ambient: {redirect_dns: maybe}", "ambient: redirect_dns: 'maybe' is neither true nor"),
+        ("ambient: {dns: true}", "ambient.dns: no such key"),
+        (
+            "{capture: ambient, static: [{name: a, netns: a, settings: {proxy_port: 1}}]}",
+            r"static\[0\].settings: proxy_port: an ambient capture has no choice of it",
+        ),
+    ],
+)
+def test_wrong_words_about_ambient_pods_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidSettings, match=said):
         load(written(tmp_path, text), {})

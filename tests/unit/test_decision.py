@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from agent.formats import kube
 from agent.formats import pod as manifests
+from agent.model import ambient_pod
 from agent.model import annotations as names
-from agent.model.decision import Decision, Reason, ambient_mode, decide
+from agent.model.ambient_pod import asks as ambient_mode
+from agent.model.decision import Decision, Reason, decide
 from agent.model.errors import InvalidSettings
 from agent.model.pod import Container, Namespace, Pod, Policy, namespace_list, parsable
 from agent.model.settings import parse
@@ -95,6 +97,93 @@ def test_add_ends_as_it_does_with_istio(case: Mapping[str, Any]) -> None:
     assert (found.reason is Reason.AMBIENT) is (case["expect"] == "ambient")
     for key, value in case.get("expect_redirect", {}).items():
         assert settings_of(found)[key] == value
+
+
+@pytest.mark.parametrize("case", PLUGIN, ids=lambda case: str(case["name"]))
+def test_agent_that_captures_ambient_pods_takes_those_that_istio_does(
+    case: Mapping[str, Any],
+) -> None:
+    told, conf = case["pod"], case["conf"]
+    variables = [{"name": name, "value": value} for name, value in told["container_env"].items()]
+    found = decided(
+        {
+            "metadata": {key: told[key] for key in ("name", "namespace", "annotations", "labels")},
+            "spec": {"containers": [container(name, env=variables) for name in told["containers"]]},
+        },
+        Policy(
+            exclude_namespaces=tuple(conf["exclude_namespaces"]),
+            mode="ambient" if conf["ambient_enabled"] else "sidecar",
+        ),
+        case["namespace_labels"] or {},
+    )
+    expected = case["expect"] if conf["ambient_enabled"] else case["expect"].replace("ambient", "")
+    assert found.captured is (expected in ("redirect", "ambient"))
+    mode = (found.settings or {}).get("mode", "sidecar")
+    assert (mode == "ambient") is (expected == "ambient")
+    assert found.certain
+
+
+OVERRIDDEN = {"enabled": True, "disabled": False}
+
+
+@pytest.mark.parametrize("case", CORPUS["pod_overrides"]["cases"], ids=json.dumps)
+def test_ambient_pod_overrides_what_istio_lets_it(case: Mapping[str, Any]) -> None:
+    pod = Pod(namespace="shop", name="web", annotations=case["annotations"])
+    raw, wanted = ambient_pod.overrides(pod), case["out"]
+    assert raw.get("dns_proxy", "unset") == wanted["dns_proxy"]
+    assert ("inbound_ports_include" in raw) is wanted["ingress_mode"]
+    listed = str(raw.get("reroute_virtual_interfaces", ""))
+    assert [item for item in listed.split(",") if item] == wanted["virtual_interfaces"]
+
+
+AMBIENT = {names.DATAPLANE_MODE: "ambient"}
+ON_THE_NODE = Policy(mode="ambient", ambient={"redirect_dns": True})
+
+
+def ambient_decision(
+    annotations: Mapping[str, str], labels: Mapping[str, str] | None = None, **known: Any
+) -> Decision:
+    pod = Pod(namespace="shop", name="web", annotations=annotations, labels=labels, **known)
+    return decide(pod, Namespace(name="shop"), ON_THE_NODE)
+
+
+def test_ambient_pod_is_captured_by_the_settings_of_its_node_and_its_own() -> None:
+    found = ambient_decision({}, AMBIENT)
+    assert (found.captured, found.reason) == (True, Reason.AMBIENT)
+    assert settings_of(found) == {"mode": "ambient", "redirect_dns": True}
+    own = {ambient_pod.DNS: "false", ambient_pod.BYPASS: "1", names.REROUTE: " tap0 ,"}
+    settings = parse(settings_of(ambient_decision(own, AMBIENT)))
+    assert settings.reroute_virtual_interfaces == ("tap0",)
+    assert not settings.redirect_dns
+    assert not settings.inbound_ports_include
+    assert settings.outbound_ip_ranges_include.everything
+
+
+def test_what_has_no_effect_on_an_ambient_pod_is_said() -> None:
+    written = {names.EXCLUDE_OUTBOUND: "99999", ambient_pod.DNS: "yes"}
+    found = ambient_decision(written, AMBIENT)
+    assert found.captured
+    for name in written:
+        assert any(name in said and "has no effect" in said for said in found.warnings)
+
+
+def test_ambient_pod_with_an_interface_that_the_kernel_would_refuse_is_not_started() -> None:
+    found = ambient_decision({names.REROUTE: "far-too-long-a-name"}, AMBIENT)
+    assert (found.refuse, found.reason) == (True, Reason.INVALID_ANNOTATIONS)
+    assert found.problems[0].startswith(f"annotation {names.REROUTE}: ")
+
+
+def test_pod_whose_labels_are_not_known_is_not_known_to_be_no_ambient_one() -> None:
+    unknown = ambient_decision({})
+    assert (unknown.captured, unknown.certain, unknown.refuse) == (False, False, False)
+    assert not ambient_decision({}, {}).certain  # its namespace may say it
+    assert ambient_decision({}, {names.DATAPLANE_MODE: "none"}).certain
+    assert ambient_decision({}, None, host_network=True).certain
+
+
+def test_sandbox_with_a_stack_of_its_own_is_no_ambient_pod_either() -> None:
+    found = ambient_decision({}, AMBIENT, runtime_class="gvisor")
+    assert (found.refuse, found.reason) == (True, Reason.RUNTIME_CLASS)
 
 
 @pytest.mark.parametrize("case", CORPUS["own_agent_pod"]["cases"], ids=lambda case: case["pod"])
