@@ -30,7 +30,7 @@ from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Rulesets
 from agent.model.state import GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
 
-REMEMBERED = 64
+REMEMBERED = 256
 TOO_MANY_TO_REMEMBER = 500  # chains; their digest alone takes as long as reading them
 
 IPVS = Path("/proc/thread-self/net/ip_vs")

@@ -1,11 +1,13 @@
 """What is known of the node around the namespaces, and whether an owner of rules still lives."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from agent.kernel.namespaces import Process
 from agent.kernel.netns import NetnsId
 from agent.leftovers.look import Seen
+from agent.model import catalogue
 from agent.model.decision import Reason
 from agent.model.owner import Owner
 
@@ -50,6 +52,21 @@ class Node:
     processes: tuple[Process, ...] = ()
     all_visible: bool = True
     pods: Mapping[NetnsId, PodFact] = field(default_factory=dict)
+
+
+def owners_among(processes: Iterable[Process]) -> tuple[Process, ...]:
+    """Return the processes by which some owner of rules may be known to live."""
+    return tuple(process for process in processes if process.names & _owner_names())
+
+
+@cache
+def _owner_names() -> frozenset[str]:
+    names = {
+        name
+        for owner in catalogue.OWNERS
+        for name in (*owner.processes, *(name for name, _ in owner.embedded))
+    }
+    return frozenset(names | {name[:COMM_LENGTH] for name in names})
 
 
 def sign_of_life(owner: Owner, seen: Seen, node: Node) -> str | None:

@@ -3,13 +3,15 @@
 Nothing is written. One namespace that cannot be read is a finding and does not end the scan.
 """
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agent.backends.session import reading
 from agent.kernel.namespaces import Place
-from agent.kernel.netns import Netns
+from agent.kernel.netns import Netns, NetnsId
 from agent.leftovers import around, captures, cni, ebpf, owners
 from agent.leftovers.finding import Finding, Kind, Severity, Where
 from agent.leftovers.look import Seen, look
@@ -17,6 +19,8 @@ from agent.leftovers.node import Node, sign_of_life
 from agent.leftovers.remains import remains
 from agent.model.catalogue import by_name
 from agent.model.errors import AgentError, NamespaceRefused
+
+REMEMBERED = 512  # namespaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,43 @@ def inspect(netns: Netns, subject: Subject, node: Node) -> tuple[Seen, tuple[Fin
     with reading(netns) as session:
         seen = look(session, subject.place.name)
     return seen, tuple(judge(seen, node, subject))
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    seen: Seen
+    node: Node
+    subject: Subject
+    findings: tuple[Finding, ...]
+
+
+class Memory:
+    """What was found in each namespace, for whoever looks into the same ones again and again.
+
+    Looking is done anew each time, and judging, which takes as long, only where something changed:
+    in the namespace, in what is known of its pod, or among the processes that own rules.
+    """
+
+    def __init__(self) -> None:
+        self._judged: OrderedDict[NetnsId, _Judged] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def inspect(self, netns: Netns, subject: Subject, node: Node) -> tuple[Finding, ...]:
+        """Return what of an open namespace is left over.
+
+        Raises: StateUnreadable, EnvironmentLacks.
+        """
+        with reading(netns) as session:
+            seen = look(session, subject.place.name)
+        with self._lock:
+            known = self._judged.pop(netns.id, None)
+        if known is None or (known.seen, known.node, known.subject) != (seen, node, subject):
+            known = _Judged(seen, node, subject, tuple(judge(seen, node, subject)))
+        with self._lock:
+            self._judged[netns.id] = known
+            if len(self._judged) > REMEMBERED:
+                self._judged.popitem(last=False)
+        return known.findings
 
 
 def on_node(folders: cni.Folders, node: Node) -> tuple[Finding, ...]:

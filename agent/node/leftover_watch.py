@@ -24,6 +24,10 @@ from agent.node.reconciler import Jobs
 # Pods come in bunches, and their proxies need a moment to listen; later, little changes by itself.
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 600.0
+# After the first few scans, which find what has just been made, no more than this share of the time
+# is spent on looking, however many pods there are.
+FEW_S = 20.0
+SHARE = 0.005
 
 Document = Mapping[str, Any]
 Key = tuple[str, str, str]
@@ -79,8 +83,9 @@ class LeftoverWatch:
                 pause_s = self._first_pause_s
                 await asyncio.sleep(pause_s)
             self._news.clear()
+            started = time.monotonic()
             await self.scan()
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = next_pause(pause_s, time.monotonic() - started)
 
     async def scan(self) -> None:
         """Look into the node's namespace and every pod's, and tell what is new and what is gone."""
@@ -140,6 +145,12 @@ class LeftoverWatch:
             self._events.add("leftover-gone", place, f"{kind} ({owner}) is gone")
         self._told &= now.keys()
         self._seen = set(now)
+
+
+def next_pause(pause_s: float, took_s: float) -> float:
+    """Return how long to wait after a scan that came after that pause and took so long."""
+    longer = 2 * pause_s
+    return min(longer if longer <= FEW_S else max(longer, took_s / SHARE), LONGEST_PAUSE_S)
 
 
 def _key(finding: Document) -> Key:

@@ -33,8 +33,8 @@ from agent.kernel.namespaces import Place, Process
 from agent.kernel.netns import Netns, refuse_node
 from agent.kernel.xtables_worker import HEADER, receive_exactly
 from agent.leftovers.cni import Folders
-from agent.leftovers.node import Node, PodFact
-from agent.leftovers.scan import Subject, inspect, on_node
+from agent.leftovers.node import Node, PodFact, owners_among
+from agent.leftovers.scan import Memory, Subject, on_node
 from agent.model.errors import AgentError, InvalidSettings
 from agent.model.settings import dump
 from agent.model.wanted import captures
@@ -138,7 +138,7 @@ def _connect(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
 
 
 class Surroundings:
-    """The processes of the node, looked at anew when they have not been for a while."""
+    """The owners of rules among the processes of the node, looked for anew after a while."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,12 +148,13 @@ class Surroundings:
     def processes(self) -> tuple[Process, ...]:
         with self._lock:
             if time.monotonic() > self._until:
-                self._known = namespaces.processes()
+                self._known = owners_among(namespaces.processes())
                 self._until = time.monotonic() + PROCESSES_FRESH_S
             return self._known
 
 
 SURROUNDINGS = Surroundings()
+MEMORY = Memory()
 
 
 def _scan(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
@@ -165,7 +166,7 @@ def _scan(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
         pods={netns.id: PodFact(**pod)} if pod else {},
     )
     subject = Subject(place=Place(netns.id, netns.path, request["name"]), host=request["host"])
-    _, found = inspect(netns, subject, node)
+    found = MEMORY.inspect(netns, subject, node)
     if request.get("cni") is not None:
         found = (*on_node(Folders.of(**request["cni"]), node), *found)
     return {"findings": [finding.document() for finding in found]}

@@ -11,13 +11,18 @@ from typing import Any
 
 import pytest
 
-from agent.kernel import bpf
+from agent.kernel import bpf, namespaces
+from agent.kernel.namespaces import Place
+from agent.kernel.netns import Netns
+from agent.leftovers.finding import Finding, Kind
+from agent.leftovers.node import Node, owners_among
+from agent.leftovers.scan import Memory, Subject
 from tests.fakes.fake_cri import FakeCri, FakeSandbox, changed, serving
 from tests.support import leftovers as left
 from tests.support.capturing import BACKENDS, EVERYTHING, capture, command
 from tests.support.foreign import add_foreign
 from tests.support.leftovers import as_host, findings, kinds, listening, load, only, scanned
-from tests.support.netns import inside, namespace, run, snapshot
+from tests.support.netns import inside, namespace, path_of, run, snapshot
 
 
 @pytest.fixture
@@ -445,3 +450,26 @@ def test_nobody_who_reads_is_no_error(netns: str) -> None:
     line = (sys.executable, "-m", "agent.cli.main", "scan", "--netns", netns)
     done = subprocess.run(("sh", "-c", '"$@" >&-', "sh", *line), capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+# --- again and again ------------------------------------------------------------------------------
+
+
+def test_a_namespace_is_judged_anew_only_where_something_changed(netns: str, folder: Path) -> None:
+    memory = Memory()
+
+    def look() -> tuple[Finding, ...]:
+        with Netns.open(path_of(netns)) as opened:
+            subject = Subject(place=Place(opened.id, opened.path, netns))
+            node = Node(processes=owners_among(namespaces.processes()))
+            return memory.inspect(opened, subject, node)
+
+    load(netns, left.KUBE_PROXY)
+    first = look()
+    assert [finding.kind for finding in first] == [Kind.KUBE_PROXY]
+    assert look() is first
+    with listening(netns, 10256, name="kube-proxy", folder=folder):
+        assert look() == ()
+    assert look() == first
+    inside(netns, "iptables-nft", "-t", "nat", "-F")
+    assert look() != first

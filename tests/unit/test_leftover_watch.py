@@ -6,7 +6,7 @@ from typing import Any
 
 from agent.model.errors import AgentError
 from agent.node.events import Events
-from agent.node.leftover_watch import LeftoverWatch
+from agent.node.leftover_watch import LONGEST_PAUSE_S, SHARE, LeftoverWatch, next_pause
 from agent.node.pod import Pod, Wish
 
 NETNS = "/proc/self/ns/net"
@@ -115,3 +115,10 @@ def test_a_namespace_that_cannot_be_looked_into_is_named_and_ends_nothing() -> N
     asyncio.run(watch.scan())
     scanned: Any = watch.document()["scanned"]
     assert scanned["failed"] == ["host: no", "shop/web: no"]
+
+
+def test_scans_become_rarer_the_longer_they_take() -> None:
+    assert [next_pause(5, 2), next_pause(10, 2)] == [10, 20]  # the first few find what is new
+    assert next_pause(20, 0.01) == 40
+    assert next_pause(20, 0.5) == 0.5 / SHARE
+    assert next_pause(400, 0.01) == next_pause(20, 60) == LONGEST_PAUSE_S
