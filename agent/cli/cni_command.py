@@ -4,8 +4,10 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 
-from agent.cli import output
+from agent.cli import holding, output
+from agent.cli.holding import Held
 from agent.cni import installer
 from agent.cni.folder import Busy, Changed
 from agent.cni.installer import Place, Report
@@ -17,7 +19,8 @@ EXAMPLES = """examples:
   intercept-agent cni check -o json                    exit 1 if anything differs
   intercept-agent cni install --conf-dir /host/etc/cni/net.d --bin-dir /host/opt/cni/bin
   intercept-agent cni install --config /etc/intercept-agent/config.yaml
-  intercept-agent cni uninstall                        every byte as it was before
+  intercept-agent cni uninstall                        every byte as it was before, and which
+                                                       pods still hold a capture
 
 The configuration of the base CNI must be there first: the entry is chained behind it. What a
 running agent keeps up by itself (`run` with cni.conf_dir) is put back after an uninstall by hand.
@@ -65,10 +68,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     place = _place(arguments)
     done = _patiently(lambda: _act(arguments, place))
+    still: tuple[Held, ...] = ()
+    if arguments.action == "uninstall":
+        still, remarks = holding.held(arguments.config)
+        done = replace(done, warnings=(*done.warnings, *remarks))
     if arguments.output == "json":
-        output.print_json(_to_json(arguments.action, place, done))
+        more = (
+            {"holding": [asdict(one) for one in still]} if arguments.action == "uninstall" else {}
+        )
+        output.print_json({**_to_json(arguments.action, place, done), **more})
     else:
         _print(arguments.action, place, done)
+        _print_holding(still)
     return 0 if done.in_sync else 1
 
 
@@ -122,7 +133,18 @@ def _print(action: str, place: Place, done: Report) -> None:
         print(f"{place.conf_dir}/{done.file}: {output.paint(word, output.GREEN)}")
 
 
-def _to_json(action: str, place: Place, done: Report) -> dict[str, object]:
+def _print_holding(still: tuple[Held, ...]) -> None:
+    if still:
+        where = output.count(len(still), "namespace")
+        print(f"{where} with a capture, which stays until the pod ends or it is taken out:")
+    for one in still:
+        print(
+            f"  {one.pod or one.netns} ({', '.join(one.backends)}): "
+            f"intercept-agent remove --netns {one.netns}"
+        )
+
+
+def _to_json(action: str, place: Place, done: Report, still: tuple[Held, ...]) -> dict[str, object]:
     return {
         "action": action,
         "conf_dir": place.conf_dir,
@@ -133,4 +155,5 @@ def _to_json(action: str, place: Place, done: Report) -> dict[str, object]:
         "changes": list(done.changes),
         "differences": list(done.differences),
         "warnings": list(done.warnings),
+        "holding": [asdict(one) for one in still],
     }
