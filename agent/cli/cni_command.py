@@ -73,10 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         still, remarks = holding.held(arguments.config)
         done = replace(done, warnings=(*done.warnings, *remarks))
     if arguments.output == "json":
-        more = (
-            {"holding": [asdict(one) for one in still]} if arguments.action == "uninstall" else {}
-        )
-        output.print_json({**_to_json(arguments.action, place, done), **more})
+        output.print_json(_to_json(arguments.action, place, done, still))
     else:
         _print(arguments.action, place, done)
         _print_holding(still)
