@@ -9,13 +9,14 @@ RUN := $(VENV)/bin/python
 export PATH := $(PATH):/usr/sbin:/sbin
 
 # The third row from the end is what building takes: the eBPF programs clang, and python-iptables,
-# which is published as source only, the next. The last are clients that the tests put into a pod.
+# which is published as source only, the next. The last are clients that the tests put into a pod,
+# and the browser that looks at the status page.
 PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc2 libbpf1 \
 	iproute2 conntrack procps util-linux ca-certificates git openssl python3 python3-venv \
 	containerd runc containernetworking-plugins busybox-static \
 	clang \
 	python3-dev gcc libc6-dev \
-	musl-tools bind9-dnsutils
+	musl-tools bind9-dnsutils chromium-headless-shell
 
 LOCKS := requirements-build.lock requirements.lock
 

@@ -26,6 +26,7 @@ from agent.cli.cni_calls import CniCalls
 from agent.cli.doors import Door, Doors
 from agent.cli.parts import WATCHER, Part, Parts, parts_of
 from agent.cli.proxy_metrics import ProxyMetrics
+from agent.cli.status_page import StatusPage
 from agent.cni.server import Server
 from agent.cni.watcher import State, Watcher
 from agent.kernel import capabilities, package
@@ -101,12 +102,13 @@ class Daemon:
         health = pages.health(self._pending)
         shown = pages.metrics(self._metrics, self._proxies, self._count)
         debug = pages.debug(known, lambda: self._config)
+        people = StatusPage(known, self._status, self._described, self._worker)
         self._grpc = GrpcDoor(known, lambda: not self._pending(), config.socket.parent)
         self._doors = Doors(
             {
                 "socket": self._open_socket,
                 "health": partial(self._open_pages, health, {}),
-                "status": partial(self._open_pages, {**health, **shown}, debug),
+                "status": partial(self._open_pages, {**health, **shown, **people.pages()}, debug),
             }
         )
 

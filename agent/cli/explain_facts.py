@@ -21,10 +21,10 @@ from agent.cli.options import SETTINGS
 from agent.cli.pod_facts import Found, PodFinder
 from agent.cli.pod_lookup import PREFIX
 from agent.cli.seeing import Seen
-from agent.explain.pod.facts import Facts, Listener, Said
-from agent.explain.pod.flows import mesh_ports
+from agent.explain.pod.facts import Facts, Said
+from agent.explain.pod.listeners import listeners
 from agent.formats import pod as manifests
-from agent.kernel import holders, processes, resolvconf, sockets
+from agent.kernel import processes, resolvconf
 from agent.kernel.netns import Netns, node_reason, open_target
 from agent.kernel.topology import read_host
 from agent.model import annotations as names
@@ -180,13 +180,8 @@ class _Reader:
             )
         found = living.found if living is not None else None
         self._facts = replace(self._facts, processes=found)
-        here = self._seen.part("listeners", self._sockets)
-        if here is not None:
-            self._facts = replace(self._facts, listeners=_listeners(here, found or ()))
-
-    def _sockets(self) -> tuple[sockets.KernelSocket, ...]:
-        with self._netns.run(sockets.SocketTable) as table:
-            return (*table.listeners("tcp"), *_mesh_only(table.listeners("udp"), self._facts))
+        here = self._seen.part("listeners", lambda: listeners(self._netns, self._facts))
+        self._facts = replace(self._facts, listeners=here)
 
     def _certificates(self) -> None:
         async def connect() -> socket.socket:
@@ -199,34 +194,6 @@ class _Reader:
             self._facts = replace(self._facts, no_certificates=str(error))
         else:
             self._facts = replace(self._facts, certificates=found)
-
-
-def _mesh_only(
-    found: tuple[sockets.KernelSocket, ...], facts: Facts
-) -> tuple[sockets.KernelSocket, ...]:
-    """Return the UDP sockets that matter: any client's unconnected one looks like a listener."""
-    ports = {*mesh_ports(facts), 53}
-    return tuple(one for one in found if one.local[1] in ports)
-
-
-def _listeners(
-    here: tuple[sockets.KernelSocket, ...], living: tuple[processes.Process, ...]
-) -> tuple[Listener, ...]:
-    """Return the sockets with who holds them, who may live in another namespace."""
-    known = {process.pid: process for process in living}
-    held = holders.all_holders((one.inode for one in here), known)
-
-    def holder(pid: int, uid: int) -> processes.Process:
-        stranger = processes.Process(pid=pid, parent=0, name=holders.name(pid), uid=uid, gid=uid)
-        return known.get(pid, stranger)
-
-    return tuple(
-        Listener(
-            socket=one,
-            processes=tuple(holder(pid, one.uid) for pid in held.get(one.inode, ())),
-        )
-        for one in here
-    )
 
 
 def _read_at_the_start(facts: Facts) -> Said | None:

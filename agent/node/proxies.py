@@ -24,7 +24,7 @@ class Proxies:
 
         Raises: AgentError if the namespace is gone or the worker cannot tell.
         """
-        async with _opened(path) as fd:
+        async with opened(path) as fd:
             done = await self._jobs.job("listening", fd, name=path, ports=list(ports))
         found = done["ports"]
         return frozenset(found if isinstance(found, (list, tuple)) else ())
@@ -39,7 +39,7 @@ class Proxies:
         except OSError as error:
             raise AgentError(f"no connection can be had: {error.strerror}") from error
         with ours, theirs:
-            async with _opened(path) as fd:
+            async with opened(path) as fd:
                 await self._jobs.job("connect", fd, theirs.fileno(), name=path, port=port)
             flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
             _, fds, _, _ = socket.recv_fds(ours, 1, 1, flags)
@@ -51,7 +51,7 @@ class Proxies:
 
 
 @contextlib.asynccontextmanager
-async def _opened(path: str) -> AsyncIterator[int]:
+async def opened(path: str) -> AsyncIterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

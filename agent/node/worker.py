@@ -137,6 +137,13 @@ def _connect(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     return {}
 
 
+def _ways(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
+    """Tell the ways that connections take through what is loaded; for who looks at one pod."""
+    from agent.node.ways import look  # the whole of `explain`, which most workers never need
+
+    return look(netns, request["settings"])
+
+
 class Surroundings:
     """The owners of rules among the processes of the node, looked for anew after a while."""
 
@@ -186,6 +193,7 @@ JOBS: Mapping[str, Job] = {
     "listening": _listening,
     "connect": _connect,
     "scan": _scan,
+    "ways": _ways,
 }
 
 

@@ -18,6 +18,7 @@ from agent.formats.envoy import Certificate
 from agent.kernel.processes import Process
 from agent.kernel.sockets import KernelSocket
 from agent.model.decision import decide
+from agent.model.enrolment import Enrolment
 from agent.model.host import LocalMark
 from agent.model.plan import plan
 from agent.model.pod import Namespace, Pod, Policy
@@ -187,6 +188,18 @@ def test_tproxy_listener_that_is_not_transparent_gets_nothing() -> None:
         listener(one.port, ENVOY, transparent=True) if one.port == 15006 else one for one in HEALTHY
     )
     assert fates(explain(replace(at, listeners=able)))["in", "ipv4"] is Fate.PROXIED
+
+
+def test_ebpf_gives_what_arrives_to_whoever_listens_and_nothing_to_nobody() -> None:
+    loaded = NamespaceState(enrolment=Enrolment(settings=parse(EVERYTHING)))
+    only = (listener(15006, ENVOY, address="10.1.0.2", dual=False),)
+    for listeners in (HEALTHY, only):
+        taken = explain(facts(state=loaded, listeners=listeners))
+        assert fates(taken)["in", "ipv4"] is Fate.PROXIED
+    nobody = explain(facts(state=loaded, listeners=STOPPED))
+    assert fates(nobody)["in", "ipv4"] is Fate.REFUSED
+    flow = next(one for one in nobody.flows if one.direction == "in")
+    assert flow.result == "redirected to 15006, where nobody listens: refused"
 
 
 def test_listener_on_one_address_only_does_not_take_what_is_redirected() -> None:

@@ -14,7 +14,7 @@ from agent.model.host import LOOPBACK, Host, Route
 from agent.model.packet import Kind, Outcome, Packet, Trace
 from agent.model.ruleset import Family
 from agent.model.settings import Settings
-from agent.model.state import NamespaceState
+from agent.model.state import EBPF, NamespaceState
 from agent.model.values import Address
 
 # Documentation addresses (RFC 5737, RFC 3849): nobody's, so they stand for anybody outside.
@@ -61,23 +61,40 @@ class Flow:
     setting: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Walked:
+    """One kind of connection with its walk."""
+
+    flow: Flow
+    trace: Trace
+
+
 def flows(facts: Facts) -> tuple[Flow, ...]:
     """Return what happens to new connections; nothing where the rules could not be seen."""
+    return tuple(one.flow for one in walked(facts))
+
+
+def walked(facts: Facts) -> tuple[Walked, ...]:
+    """Return the same with every step of the way there."""
     if facts.state is None or facts.host is None:
         return ()
     packets = sorted(_packets(facts), key=lambda found: DIRECTIONS.index(found[0]))
-    return tuple(_flow(facts, facts.state, facts.host, *found) for found in packets)
+    return tuple(_walked(facts, facts.state, facts.host, *found) for found in packets)
 
 
-def _flow(facts: Facts, state: NamespaceState, host: Host, direction: str, packet: Packet) -> Flow:
-    """Return one flow. Where no route leads out, it is what the rules would do if one did."""
+def _walked(
+    facts: Facts, state: NamespaceState, host: Host, direction: str, packet: Packet
+) -> Walked:
+    """Return one walk. Where no route leads out, it is what the rules would do if one did."""
     inbound = direction == "in"
     if inbound or host.lookup(packet.destination) is not None:
-        return judged(facts, trace(state, host, packet, inbound=inbound), direction)
+        way = trace(state, host, packet, inbound=inbound)
+        return Walked(judged(facts, way, direction), way)
     everywhere = tuple(Route(network, NO_INTERFACE) for network in EVERYWHERE)
-    way_out = replace(host, routes=(*host.routes, *everywhere))
-    found = judged(facts, trace(state, way_out, packet, inbound=False), direction)
-    return replace(found, result=f"{found.result} (if a route led there: none does)")
+    way = trace(state, replace(host, routes=(*host.routes, *everywhere)), packet, inbound=False)
+    found = judged(facts, way, direction)
+    found = replace(found, result=f"{found.result} (if a route led there: none does)")
+    return Walked(found, way)
 
 
 def judged(facts: Facts, walked: Trace, direction: str) -> Flow:
@@ -246,7 +263,9 @@ def _redirected(facts: Facts, walked: Trace, outcome: Outcome) -> _End:
     port = walked.verdict.port or outcome.packet.dport
     if not outcome.local:
         return _End(Fate.UNKNOWN, f"redirected to {endpoint(outcome.packet.destination, port)}")
-    transparent = port != outcome.packet.dport  # TPROXY leaves the packet as it was
+    elsewhere = port != outcome.packet.dport  # TPROXY and eBPF leave the packet as it was
+    program = outcome.decided_by is not None and outcome.decided_by.backend == EBPF
+    transparent = elsewhere and not program  # a program hands it to any listener
     fate, who = _taken(facts, outcome.packet, transparent=transparent, port=port)
     if fate is Fate.REFUSED:
         lost = "dropped, so it times out" if transparent else "refused"
@@ -260,7 +279,7 @@ def _taken(
     """Return whether somebody takes the packet, and who."""
     if facts.listeners is None:
         return Fate.UNKNOWN, "whoever listens there (not seen)"
-    where = None if transparent else packet.destination
+    where = packet.destination if port in (None, packet.dport) else None
     found = facts.listening(port or packet.dport, protocol=packet.protocol, address=where)
     able = [one for one in found if one.socket.transparent or not transparent]
     if able:
