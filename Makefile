@@ -14,7 +14,7 @@ export PATH := $(PATH):/usr/sbin:/sbin
 PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc2 libbpf1 \
 	iproute2 conntrack procps util-linux ca-certificates git openssl python3 python3-venv \
 	containerd runc containernetworking-plugins busybox-static \
-	clang \
+	clang python3-bpfcc \
 	python3-dev gcc libc6-dev \
 	musl-tools bind9-dnsutils chromium-headless-shell
 

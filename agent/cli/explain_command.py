@@ -5,12 +5,11 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from agent.cli import output
 from agent.cli.explain_facts import gather
 from agent.cli.pod_facts import PodFinder
-from agent.cli.pod_lookup import PREFIX
+from agent.cli.pod_lookup import meant
 from agent.cli.seeing import print_findings
 from agent.cli.trace_command import add_packet_options, packet_of
 from agent.explain import render
@@ -65,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidSettings(("explain flow: say where to by --to ADDR:PORT",))
     packet = packet_of(arguments) if arguments.to else None
     finder = PodFinder(config.load(arguments.config), arguments.pod_manifest)
-    facts = gather(_target(arguments.target), finder)
+    facts = gather(meant(arguments.target), finder)
     if packet is None:
         return _page(explain(facts), arguments)
     if facts.state is None or facts.host is None:
@@ -84,12 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
     output.warn(left_out)
     print(page.plain(flow.text))
     return 0
-
-
-def _target(text: str) -> str:
-    """Return what is meant by `shop/web`: a pod, unless there is such a file."""
-    plain = text.count("/") == 1 and not text.startswith(("/", ".", PREFIX))
-    return f"{PREFIX}{text}" if plain and not Path(text).exists() else text
 
 
 def _page(found: Explanation, arguments: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ COMMANDS = {
     "proxy": "ask the proxy of a pod: ready, listeners, clusters, certs",
     "doctor": "tell what on this node keeps the agent from working, or may",
     "explain": "tell on one page whether a pod is captured, why, and what to do",
+    "flows": "watch connections of pods as they are made, and what becomes of them",
     "scan": "find what somebody left behind on this node",
     "clean": "take out what a scan finds, and put it back",
     "run": "run the agent of this node",

@@ -112,6 +112,11 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells).rstrip())
 
 
+def say(sentence: str) -> None:
+    """Say how it goes, beside what is printed."""
+    print(harmless(sentence), file=sys.stderr, flush=True)
+
+
 def warn(sentences: Iterable[str]) -> None:
     for sentence in sentences:
         print(f"warning: {harmless(sentence)}", file=sys.stderr)

@@ -1,10 +1,13 @@
 """Finds the namespace of `pod:NAMESPACE/NAME`: asks the running agent, or else the runtime."""
 
 import asyncio
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent.cli.agent_client import AgentClient
+from agent.cli.agent_client import AgentClient, AgentSays
+from agent.kernel.netns import NetnsId, id_at
 from agent.model.errors import EnvironmentLacks, NamespaceRefused
 from agent.node import config
 from agent.node.config import Config
@@ -15,7 +18,13 @@ if TYPE_CHECKING:
 PREFIX = "pod:"
 
 
-def netns_of(target: str) -> str:
+def meant(text: str) -> str:
+    """Return what is meant by `shop/web`: a pod, unless there is such a file."""
+    plain = text.count("/") == 1 and not text.startswith(("/", ".", PREFIX))
+    return f"{PREFIX}{text}" if plain and not Path(text).exists() else text
+
+
+def netns_of(target: str, known: Config | None = None) -> str:
     """Return the path of a pod's namespace; anything but `pod:...` is returned as it is.
 
     Raises: NamespaceRefused if there is no such pod here, it has none of its own, or nobody can be
@@ -26,7 +35,7 @@ def netns_of(target: str) -> str:
     namespace, slash, name = target.removeprefix(PREFIX).partition("/")
     if not (namespace and slash and name):
         raise NamespaceRefused(f"{target} is not a pod: write {PREFIX}NAMESPACE/NAME")
-    known = config.load(None)
+    known = known or config.load(None)
     try:
         who, pods = "the agent knows", _ask_agent(known)
     except EnvironmentLacks as agent:
@@ -41,6 +50,21 @@ def netns_of(target: str) -> str:
     if found[-1] is None:
         raise NamespaceRefused(f"{target} has no network namespace of its own (host network)")
     return found[-1]
+
+
+def titles(known: Config) -> Mapping[NetnsId, str]:
+    """Return what the pods of namespaces are called; nothing where nobody can be asked."""
+    rows: Iterable[Row] = ()
+    try:
+        rows = _ask_agent(known)
+    except (EnvironmentLacks, AgentSays):
+        with contextlib.suppress(EnvironmentLacks):
+            rows = asyncio.run(_ask_runtime(known))
+    found = {}
+    for namespace, name, path in rows:
+        if path is not None and (identity := id_at(path)) is not None:
+            found[identity] = f"{namespace}/{name}" if namespace else name
+    return found
 
 
 Row = tuple[str, str, str | None]

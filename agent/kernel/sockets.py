@@ -190,19 +190,37 @@ class Conntrack(NetlinkSocket):
 
         Raises: StateUnreadable if the kernel does not say.
         """
-        head = struct.pack("=BBH", ct_family(source[0]), 0, 0)
         for zone in zones:
-            body = head + ct_tuple(CTA_TUPLE_ORIG, protocol, source, destination)
-            if zone:
-                body += attribute(CTA_ZONE, struct.pack("!H", zone))
-            try:
-                answer = self.get(CT_GET, body)
-            except OSError as error:
-                if error.errno != errno.ENOENT:
-                    raise StateUnreadable(f"cannot ask conntrack: {error}") from error
-                continue
-            return _source_of(attributes(answer, NFGENMSG_SIZE)[CTA_TUPLE_REPLY])
+            tuples = self._entry(CTA_TUPLE_ORIG, protocol, source, destination, zone)
+            if tuples is not None:
+                return _ends(tuples[CTA_TUPLE_REPLY])[0]
         return None
+
+    def meant(self, protocol: str, answering: Endpoint, client: Endpoint) -> Endpoint | None:
+        """Return where `client` wanted to go, whom `answering` answers now (SO_ORIGINAL_DST).
+
+        It is `answering` itself for what nobody translated, and None for what is not known.
+
+        Raises: StateUnreadable if the kernel does not say.
+        """
+        tuples = self._entry(CTA_TUPLE_REPLY, protocol, answering, client, 0)
+        return None if tuples is None else _ends(tuples[CTA_TUPLE_ORIG])[1]
+
+    def _entry(
+        self, direction: int, protocol: str, source: Endpoint, destination: Endpoint, zone: int
+    ) -> dict[int, bytes] | None:
+        """Return the entry one direction of which is from `source` to `destination`, if any."""
+        asked = ct_tuple(direction, protocol, source, destination)
+        body = struct.pack("=BBH", ct_family(source[0]), 0, 0) + asked
+        if zone:
+            body += attribute(CTA_ZONE, struct.pack("!H", zone))
+        try:
+            answer = self.get(CT_GET, body)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise StateUnreadable(f"cannot ask conntrack: {error}") from error
+            return None
+        return attributes(answer, NFGENMSG_SIZE)
 
 
 def ct_family(address: Address) -> int:
@@ -225,12 +243,20 @@ def ct_tuple(kind: int, protocol: str, source: Endpoint, destination: Endpoint) 
     return nested(kind, nested(CTA_TUPLE_IP, addresses) + nested(CTA_TUPLE_PROTO, ports))
 
 
-def _source_of(data: bytes) -> Endpoint:
+def _ends(data: bytes) -> tuple[Endpoint, Endpoint]:
+    """Return source and destination of one direction of an entry."""
     parts = attributes(data, 0)
     addresses = attributes(parts[CTA_TUPLE_IP], 0)
-    raw = next(addresses[source] for source, _ in CTA_IP.values() if source in addresses)
-    (port,) = struct.unpack("!H", attributes(parts[CTA_TUPLE_PROTO], 0)[CTA_PROTO_SRC_PORT])
-    return ipaddress.ip_address(raw), port
+    ports = attributes(parts[CTA_TUPLE_PROTO], 0)
+    source, destination = next(kinds for kinds in CTA_IP.values() if kinds[0] in addresses)
+    return (
+        _end(addresses[source], ports[CTA_PROTO_SRC_PORT]),
+        _end(addresses[destination], ports[CTA_PROTO_DST_PORT]),
+    )
+
+
+def _end(address: bytes, port: bytes) -> Endpoint:
+    return ipaddress.ip_address(address), int.from_bytes(port, "big")
 
 
 # --- sockets of somebody --------------------------------------------------------------------------

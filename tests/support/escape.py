@@ -82,6 +82,7 @@ class Lab:
     """The two namespaces and everybody in them."""
 
     pod: str
+    outside: str
     proxy: Node
     client: Node
     peer: Node
@@ -146,6 +147,7 @@ def lab(label: str = "esc", *, proxy: bool = True) -> Iterator[Lab]:
         proxies = {port: f"proxy-{port}" for port in PROXY_PORTS} if proxy else {}
         made = Lab(
             pod,
+            peer,
             stack.enter_context(Node(pod, 1337, proxies)),
             stack.enter_context(Node(pod, 1000, {APP_PORT: "app"})),
             stack.enter_context(Node(peer, 1000, {SERVICE_PORT: "service"})),

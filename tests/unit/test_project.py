@@ -29,6 +29,7 @@ FLOORS = {
     "node": 5,
     "api": 5,
     "cni": 5,
+    "flows": 5,
     "observe": 5,
     "cli": 6,
 }
