@@ -7,6 +7,7 @@ but ours is ever touched.
 import contextlib
 from collections import OrderedDict
 
+from agent.backends import cgroup_paths
 from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.formats import nft_json, nft_text
@@ -39,7 +40,7 @@ class Nftables:
             found = nft_json.parse_table({"nftables": session.nft_ruleset()}, self.table)
         except nft_json.NftJsonError as error:
             raise StateUnreadable(f"table inet {self.table}: {error}") from error
-        return found or {}
+        return cgroup_paths.from_nft(found or {})
 
     def steps(self, session: Session, have: Rulesets, want: Rulesets) -> tuple[Step, ...]:
         if have == want:
@@ -48,6 +49,9 @@ class Nftables:
             what = f"delete table inet {self.table}"
             return (Step(what, lambda: _delete(session, self.table), self.name),)
         what = f"load table inet {self.table} in one transaction"
+        if cgroup_paths.named_in(want):
+            script = nft_text.render_table(self.table, cgroup_paths.to_nft(want))
+            return (Step(what, lambda: session.require_nft().run(script), self.name),)
         copy = None if have else _copy_of(self.table, want)
         if copy is not None:
             return (Step(what, lambda: _load(session, self.table, want, copy), self.name),)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from agent.backends import registry
 from agent.backends.nftables import TABLE
 from agent.backends.session import reading
-from agent.capture import record
+from agent.capture import gate, record
 from agent.capture.difference import Difference, differences
 from agent.capture.observe import hidden, observe
 from agent.formats.iptables_save import render_rule
@@ -52,13 +52,17 @@ class Report:
         return not self.differences and not self.foreign
 
 
-def check(netns: Netns, settings: Settings, *, backend: str = "auto") -> Report:
+def check(netns: Netns, settings: Settings, *, backend: str = "auto", kept: bool = False) -> Report:
     """Compare what is loaded with the plan: every rule and its order, both families, and routes.
+
+    `kept` is for whoever closes an open gate in time: until then it is to be as it was applied.
 
     Raises: StateUnreadable, EnvironmentLacks.
     """
     with reading(netns) as session:
         have = observe(session)
+        if kept:
+            settings = gate.as_applied(settings, have, record.load(netns))
         report = compare(have, plan(settings), backend, _known(netns), settings)
         return replace(report, foreign=(*report.foreign, *hidden(session, have)))
 

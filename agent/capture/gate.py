@@ -7,11 +7,12 @@ is captured and on no record has its gate closed, since nobody knows what was be
 from dataclasses import replace
 
 from agent.capture.record import Record
-from agent.model.settings import Settings
+from agent.model.settings import Settings, parse
 from agent.model.state import EBPF, NamespaceState
 from agent.model.wanted import captures
 
 CLOSED = "closed"
+KEYS = ("gate", "init_cgroups")
 
 
 def stands(have: NamespaceState, found: Record | None) -> str | None:
@@ -45,3 +46,13 @@ def settled(
     elif backend == EBPF and stands(have, found) is None:
         told = settings.gate
     return replace(settings, gate=told, init_cgroups=())
+
+
+def as_applied(settings: Settings, have: NamespaceState, found: Record | None) -> Settings:
+    """Return the settings with the gate as it was applied: it is to be compared with no other."""
+    if settings.gate == CLOSED:
+        return settings
+    if found is None:
+        return replace(settings, gate=stands(have, found) or CLOSED, init_cgroups=())
+    applied = parse({key: found.settings[key] for key in KEYS if key in found.settings})
+    return replace(settings, gate=applied.gate, init_cgroups=applied.init_cgroups)

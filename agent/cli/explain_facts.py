@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from agent.backends.session import reading
-from agent.capture import record
+from agent.capture import gate, record
 from agent.capture.check import compare
 from agent.capture.inputs import Target, settings_for
 from agent.capture.observe import hidden, observe
@@ -152,8 +152,9 @@ class _Reader:
         if settings is None:
             return
         known = self._record.known() if self._record is not None else Known()
+        applied = gate.as_applied(settings, state, self._record)
         report = self._seen.part(
-            "what differs", lambda: compare(state, plan(settings), "auto", known, settings)
+            "what differs", lambda: compare(state, plan(applied), "auto", known, applied)
         )
         if report is not None:
             self._facts = replace(

@@ -40,6 +40,9 @@ def add_packet_options(
     parser.add_argument("--uid", metavar="U", help="user id of the sending process (0)")
     parser.add_argument("--gid", metavar="G", help="its group id (as --uid)")
     parser.add_argument(
+        "--cgroup", metavar="PATH", help="its cgroup, such as /kubepods/pod1/abc (not known)"
+    )
+    parser.add_argument(
         "--to", metavar="ADDR:PORT", required=required, help="destination; IPv6 is [ADDR]:PORT"
     )
     parser.add_argument(
@@ -80,8 +83,10 @@ def packet_of(arguments: argparse.Namespace) -> Packet:
     source = _address("--from", arguments.source, problems) if arguments.source else None
     uid: int | None = _identity("--uid", arguments.uid or "0", problems)
     gid = _identity("--gid", arguments.gid, problems) if arguments.gid else uid
-    if arguments.inbound and (arguments.uid or arguments.gid):
-        problems.append("--uid and --gid are of a sender in the namespace, which --in has not")
+    if arguments.inbound and (arguments.uid or arguments.gid or arguments.cgroup):
+        problems.append(
+            "--uid, --gid and --cgroup are of a sender in the namespace, which --in has not"
+        )
     if arguments.inbound:  # a packet that arrives belongs to no process here
         uid = gid = None
     if source is not None and destination is not None and source.version != destination.version:
@@ -95,6 +100,7 @@ def packet_of(arguments: argparse.Namespace) -> Packet:
         source=source,
         uid=uid,
         gid=gid,
+        cgroup=arguments.cgroup,
     )
 
 

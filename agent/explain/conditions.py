@@ -15,7 +15,7 @@ from agent.formats.iptables_save import render_spec
 from agent.model.host import Host
 from agent.model.packet import Address, Hit, Packet
 from agent.model.ruleset import BASIC, Match, Option, Rule
-from agent.model.values import Span
+from agent.model.values import Span, below
 
 # ip_local_port_range as the kernel sets it: where the source port of a packet is when nobody says.
 EPHEMERAL = Span(32768, 60999)
@@ -191,6 +191,15 @@ def _owner(text: str, identity: int | None) -> bool | None:
     return identity in wanted
 
 
+def _cgroup(text: str, packet: Packet, host: Host) -> bool | None:
+    """Whether the sender's is this cgroup or one below it."""
+    if packet.uid is None:
+        return False
+    if packet.cgroup is None:
+        return None
+    return below(packet.cgroup, text)
+
+
 def group(packet: Packet) -> int | None:
     """Return the packet's gid; a user without a stated group is taken to be in its own."""
     return packet.uid if packet.gid is None or packet.uid is None else packet.gid
@@ -287,6 +296,7 @@ TESTS: Mapping[tuple[str, str], Test] = MappingProxyType(
         ("owner", "--uid-owner"): one(lambda text, p, h: _owner(text, p.uid)),
         ("owner", "--gid-owner"): one(lambda text, p, h: _owner(text, group(p))),
         ("owner", "--socket-exists"): lambda v, p, h: p.uid is not None,
+        ("cgroup", "--path"): one(_cgroup),
         ("mark", "--mark"): one(lambda text, p, h: _mark(text, p.mark)),
         ("connmark", "--mark"): one(lambda text, p, h: _mark(text, p.connection.mark)),
         ("conntrack", "--ctstate"): one(_state),

@@ -41,6 +41,8 @@ def _leaving(settings: Settings, rules: Walk, packet: Packet, host: Host) -> Tra
     program = "connect" if packet.protocol == "tcp" else "sendmsg"
     decision = verdict(settings, start, inbound=False)
     step = _step(f"{program}{packet.family.version}", decision, packet)
+    if decision.verdict.kind is Kind.MAYBE:
+        return _either(settings, rules, packet, host)
     if decision.verdict.kind in LEFT_ALONE:
         found = rules(packet, host)
         outcomes = tuple(_explained(o, step) if o.decided_by is None else o for o in found.outcomes)
@@ -53,6 +55,21 @@ def _leaving(settings: Settings, rules: Walk, packet: Packet, host: Host) -> Tra
     )
     found = rules(turned, host)
     return replace(_redirected(found, decision, step), packet=start, steps=(step, *found.steps))
+
+
+def _either(settings: Settings, rules: Walk, packet: Packet, host: Host) -> Trace:
+    """Return both ways of a packet whose sender may be one that a gate lets pass."""
+    ways = [
+        _leaving(settings, rules, replace(packet, cgroup=cgroup), host)
+        for cgroup in (settings.passing[0], "/")
+    ]
+    outcomes = [outcome for way in ways for outcome in way.outcomes]
+    return replace(
+        ways[0],
+        outcomes=tuple(outcomes),
+        steps=tuple(step for way in ways for step in way.steps),
+        verdict=_common(outcomes, Verdict(Kind.MAYBE)),
+    )
 
 
 def _arriving(settings: Settings, found: Trace, host: Host) -> Trace:

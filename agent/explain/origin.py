@@ -111,6 +111,8 @@ def _nat_output(rules: tuple[Rule, ...], index: int) -> str | None:
     rule = rules[index]
     if _owner(rule):
         return _owned(rules, index)
+    if _modules(rule) == {"cgroup"}:
+        return "init_cgroups"
     target, names = _target(rule), [option.name for option in rule.options(BASIC)]
     ports = _modules(rule) & {"tcp", "udp", "multiport"}
     if target == "ISTIO_OUTPUT_DNS":

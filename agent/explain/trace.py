@@ -16,8 +16,7 @@ from agent.model.state import GUARD, NFTABLES, NamespaceState
 def trace(state: NamespaceState, host: Host, packet: Packet, *, inbound: bool) -> Trace:
     """Return the walk of a packet through every loaded set of rules, and eBPF programs. Pure."""
     native = state.native
-    if state.enrolment is not None and state.enrolment.settings is not None:
-        settings = state.enrolment.settings
+    if state.enrolment is not None and (settings := state.enrolment.in_force) is not None:
         rules = partial(walk, layers(state), native=native)
         return walk_enrolled(settings, rules, packet, host, inbound=inbound)
     return walk(layers(state), packet, host, inbound=inbound, native=native)

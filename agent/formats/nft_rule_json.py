@@ -107,6 +107,13 @@ def _interface(value: object) -> str | None:
     return f"{value[:-1]}+" if value.endswith("*") else value
 
 
+def _cgroup(value: object) -> str | None:
+    """Return the path; of a cgroup that is gone nft knows the number only."""
+    if not isinstance(value, str):
+        return None
+    return value if value.isdecimal() else f"/{value}"
+
+
 def _protocol(value: object) -> str | None:
     number = number_of(value, 255)
     if number is not None:
@@ -153,6 +160,7 @@ _SIMPLE: Mapping[str, tuple[str, str, Callable[[object], str | None]]] = {
     "udp dport": ("udp", "--dport", _port),
     "meta skuid": ("owner", "--uid-owner", _id),
     "meta skgid": ("owner", "--gid-owner", _id),
+    "socket cgroupv2": ("cgroup", "--path", _cgroup),
     "original proto-dst": ("conntrack", "--ctorigdstport", _port),
 }
 MARKS = {"meta mark": "mark", "ct mark": "connmark"}
@@ -167,6 +175,8 @@ def field_of(value: object) -> str:
             return f"{protocol} {name}" if len(inner) == 2 else ""
         case ("meta" | "ct" as kind, {"key": str(name)} as inner) if len(inner) == 1:
             return f"{kind} {name}"
+        case ("socket", {"key": "cgroupv2"} as inner) if inner.keys() <= {"key", "level"}:
+            return "socket cgroupv2"
         case ("ct", {"key": str(name), "dir": "original" | 0} as inner) if len(inner) == 2:
             return f"original {name}"
     return ""

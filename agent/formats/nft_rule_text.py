@@ -19,6 +19,10 @@ _INTERFACE = re.compile(r"[A-Za-z0-9_.:@-]+")
 _PORTS = re.compile(r"(\d{1,5})(?::(\d{1,5}))?")
 _IDS = re.compile(r"(\d{1,10})(?:-(\d{1,10}))?")
 _HEX = re.compile(r"0x[0-9a-f]{1,8}")
+_CGROUP = re.compile(r"(?:/[A-Za-z0-9_.:@-]+)+")
+
+# Where cgroup2 is one hierarchy of several, its root is a folder of this name, and no level.
+HYBRID = "unified"
 
 
 class Unable(Exception):
@@ -119,6 +123,15 @@ def _owner(key: str) -> Callable[[Family, Option], str]:
     return words
 
 
+def _cgroup(_: Family, option: Option) -> str:
+    path = _value(option)
+    if not _CGROUP.fullmatch(path):
+        raise Unable(f"the cgroup {path!r}")
+    parts = path.split("/")[1:]
+    level = len(parts) - (parts[0] == HYBRID)
+    return f'socket cgroupv2 level {level} {_unequal(option)}"{path[1:]}"'
+
+
 def _number(text: str) -> int:
     if not _HEX.fullmatch(text):
         raise Unable(f"the number {text!r}")
@@ -162,6 +175,7 @@ _CONDITIONS: Mapping[tuple[str, str], Callable[[Family, Option], str]] = {
     ("udp", "--dport"): _port("udp dport"),
     ("owner", "--uid-owner"): _owner("meta skuid"),
     ("owner", "--gid-owner"): _owner("meta skgid"),
+    ("cgroup", "--path"): _cgroup,
     ("mark", "--mark"): _mark("meta mark"),
     ("connmark", "--mark"): _mark("ct mark"),
     ("conntrack", "--ctstate"): _ct_state,
@@ -209,7 +223,7 @@ def _expressions(words: Iterable[str]) -> int:
 
 # A load and a comparison; `ip` also compares the family, `ct state` needs a mask.
 _COST = {"ip": 4, "ip6": 4, "ct": 3, "and": 1} | dict.fromkeys(
-    ("meta", "iifname", "oifname", "tcp", "udp"), 2
+    ("meta", "iifname", "oifname", "tcp", "udp", "socket"), 2
 )
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from agent.model import numbers
 from agent.model.packet import Kind, Packet, Verdict
 from agent.model.settings import Settings
-from agent.model.values import EVERYTHING, Address, Network, Networks, Selection, Span
+from agent.model.values import EVERYTHING, Address, Network, Networks, Selection, Span, below
 
 # How much of everything an entry of the programs' map holds (bpf/capture.h).
 MAX_SPANS = 64
@@ -42,6 +42,13 @@ class Enrolment:
     stale: tuple[str, ...] = field(default=(), compare=False)
     foreign: tuple[str, ...] = field(default=(), compare=False)
     listened: bool = field(default=False, compare=False)
+
+    @property
+    def in_force(self) -> Settings | None:
+        """What the programs go by now: with the gate closed once the proxy has listened."""
+        if self.settings is None or not self.listened:
+            return self.settings
+        return replace(self.settings, gate="closed", init_cgroups=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +221,13 @@ def verdict(settings: Settings, packet: Packet, *, inbound: bool) -> Decision:
     """
     if packet.family not in settings.families:
         return _passes("enable_ipv6", "IPv6 is left alone")
+    if settings.gate == "open":
+        return _passes("gate", "the proxy has not listened yet")
+    if settings.passing and not inbound:
+        if packet.cgroup is None:
+            return Decision(Verdict(Kind.MAYBE), "init_cgroups", "of which cgroup it is, decides")
+        if any(below(packet.cgroup, path) for path in settings.passing):
+            return _passes("init_cgroups", "it is of an init container, and no proxy listened yet")
     return _inbound(settings, packet) if inbound else _outbound(settings, packet)
 
 

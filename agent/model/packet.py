@@ -45,7 +45,8 @@ class Packet:
 
     What may be left out: `source` (taken from the route, or an address that no rule names), `sport`
     (some port of the ephemeral range), `gid` (the same number as the uid). `uid` None means that
-    no local socket belongs to the packet: it came from outside, or is behind the loopback hop. An
+    no local socket belongs to the packet: it came from outside, or is behind the loopback hop.
+    `cgroup` is the path of the sender's, None if it is not known. An
     empty interface name is chosen by routing, and is what rules see where there is no interface.
     """
 
@@ -56,6 +57,7 @@ class Packet:
     sport: int | None = None
     uid: int | None = None
     gid: int | None = None
+    cgroup: str | None = None
     in_interface: str = ""
     out_interface: str = ""
     mark: int = 0

@@ -226,6 +226,8 @@ def _inbound(rules: _Rules, settings: Settings, family: Family) -> None:
 
 def _output(rules: _Rules, settings: Settings, family: Family) -> None:
     rules.add("nat", "OUTPUT", Target("ISTIO_OUTPUT"))
+    for cgroup in settings.passing:
+        rules.add("nat", "ISTIO_OUTPUT", RETURN, match("cgroup", "--path", cgroup))
     for port in settings.outbound_ports_exclude:
         for protocol in ("tcp", "udp"):
             condition = port_match(protocol, "--dport", port)

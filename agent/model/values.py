@@ -376,6 +376,11 @@ def _cgroup(text: str) -> str:
     return "/" + "/".join(parts)
 
 
+def below(path: str, top: str) -> bool:
+    """Whether a cgroup is another one or below it."""
+    return f"{path.strip('/')}/".startswith(f"{top.strip('/')}/".lstrip("/"))
+
+
 def packet_mark(value: object) -> int:
     mark = _number(value, 1, 2**32 - 1, "a packet mark")
     if mark == numbers.TPROXY_SELF_MARK:

@@ -43,7 +43,6 @@ from agent.proxy import ports
 # Enough that one pod with a slow tool does not hold up the others; the machine has few cores.
 THREADS = 4
 PROCESSES_FRESH_S = 10.0
-GATE_KEYS = frozenset({"gate", "init_cgroups"})
 MAX_FDS = 2  # the namespace, and a pipe or a socket for the jobs that need one
 
 ARRIVALS = Arrivals()
@@ -59,12 +58,9 @@ def _apply(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _check(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
-    # An open gate closes when the proxy is heard to listen; until then it is as it was applied.
-    gated = request["settings"].get("gate", gate.CLOSED) != gate.CLOSED
-    asked = {k: v for k, v in request["settings"].items() if not (gated and k in GATE_KEYS)}
-    raw = record.as_applied(netns, asked)
+    raw = record.as_applied(netns, request["settings"])
     settings = settings_for(raw, Target(netns, netns.path))
-    report = check(netns, settings, backend=request.get("backend", "auto"))
+    report = check(netns, settings, backend=request.get("backend", "auto"), kept=True)
     return {
         "backend": report.backend,
         "in_sync": report.in_sync,

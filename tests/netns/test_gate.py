@@ -24,6 +24,7 @@ from tests.support.capturing import (
     command,
     release,
     report,
+    state,
 )
 from tests.support.cgroup import cgroup, dial_from, place, remove
 from tests.support.ebpf import built, own_pins
@@ -187,28 +188,46 @@ def test_proxy_that_listens_while_no_agent_runs_closes_the_gate(pod: Lab, tmp_pa
 # --- for some processes only ----------------------------------------------------------------------
 
 
-def let_pass(pod: Lab, backend: str, *cgroups: str, gate: str = "listener") -> None:
-    raw = {**SETTINGS["redirect"], "gate": gate, "init_cgroups": list(cgroups)}
+def let_pass(pod: Lab, backend: str, *cgroups: str, **more: str) -> None:
+    raw = {**SETTINGS["redirect"], "gate": "listener", "init_cgroups": list(cgroups), **more}
     capture(pod.pod, raw, backend)
     assert_in_sync(pod.pod, raw, backend)
 
 
-@pytest.mark.parametrize("backend", [EBPF])
-def test_processes_of_a_cgroup_pass_and_no_others(pod: Lab, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "guard"),
+    [(EBPF, "off"), *zip(BACKENDS, ("standing", "off", "standing"), strict=True)],
+)
+def test_processes_of_a_cgroup_pass_and_no_others(pod: Lab, backend: str, guard: str) -> None:
     with cgroup() as ours, cgroup() as others:
-        let_pass(pod, backend)
+        let_pass(pod, backend, guard=guard)
         assert "service" not in dial_from(ours, pod.pod, 0)
-        let_pass(pod, backend, ours)
-        for uid in (0, 1000):
-            assert dial_from(ours, pod.pod, uid) == ["service", "service"]
-            assert dial_from(f"{ours}/below", pod.pod, uid) == ["service", "service"]
-            assert "service" not in dial_from(others, pod.pod, uid)
+        let_pass(pod, backend, ours, guard=guard)
+        assert dial_from(ours, pod.pod, 0) == ["service", "service"]
+        assert dial_from(f"{ours}/below", pod.pod, 1000) == ["service", "service"]
+        assert "service" not in dial_from(others, pod.pod, 0)
         assert not DIRECT & set(pod.dial())
-        let_pass(pod, backend, others)
+        let_pass(pod, backend, others, guard=guard)
         assert "service" not in dial_from(ours, pod.pod, 0)
         assert dial_from(others, pod.pod, 0) == ["service", "service"]
-        let_pass(pod, backend, others, gate="closed")
+        let_pass(pod, backend, others, guard=guard, gate="closed")
         assert "service" not in dial_from(others, pod.pod, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rules_about_a_cgroup_that_is_gone_can_be_taken_out(netns: str, backend: str) -> None:
+    raw = {**SETTINGS["redirect"], "guard": "standing", "gate": "listener"}
+    before = state(netns)
+    with cgroup() as ours:
+        capture(netns, {**raw, "init_cgroups": [ours]}, backend)
+    capture(netns, raw, backend)
+    assert_in_sync(netns, raw, backend)
+    with cgroup() as ours:
+        capture(netns, {**raw, "init_cgroups": [ours]}, backend)
+    release(netns)
+    assert {k: v for k, v in state(netns).items() if "legacy" not in k} == {
+        k: v for k, v in before.items() if "legacy" not in k
+    }
 
 
 def test_programs_let_no_cgroup_pass_once_the_proxy_listened(pod: Lab) -> None:

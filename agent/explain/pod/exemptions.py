@@ -21,6 +21,7 @@ EXEMPT: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "proxy_uid": ("users", ("--uid-owner",)),
     "proxy_gid": ("groups", ("--gid-owner",)),
     "owner_groups_exclude": ("groups outbound", ("--gid-owner",)),
+    "init_cgroups": ("until the proxy listens, processes of", ("--path",)),
     "owner_groups_include": ("all groups outbound but", ("--gid-owner",)),
 }
 # Settings that capture only what they list, where it is not everything.

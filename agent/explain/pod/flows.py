@@ -147,7 +147,8 @@ def _packets(facts: Facts) -> Iterator[tuple[str, Packet]]:
 
 def _of_app(facts: Facts, protocol: str, to: Address, port: int) -> Packet:
     uid = app_uid(facts)
-    return Packet(protocol=protocol, destination=to, dport=port, uid=uid, gid=_group(facts, uid))
+    gid = _group(facts, uid)
+    return Packet(protocol=protocol, destination=to, dport=port, uid=uid, gid=gid, cgroup="/")
 
 
 def _of_proxy(facts: Facts) -> Packet:
@@ -156,7 +157,7 @@ def _of_proxy(facts: Facts) -> Packet:
     who = next((p for one in facts.listening(port) for p in one.processes), None)
     uid, gid = (who.uid, who.gid) if who else (facts.proxy_uids[0][0], facts.proxy_gids[0][0])
     to = _outside(facts, (*facts.families, Family.IPV4)[0])
-    return Packet(protocol="tcp", destination=to, dport=OUTSIDE_PORT, uid=uid, gid=gid)
+    return Packet(protocol="tcp", destination=to, dport=OUTSIDE_PORT, uid=uid, gid=gid, cgroup="/")
 
 
 def _group(facts: Facts, uid: int) -> int:

@@ -72,7 +72,7 @@ def explain(facts: Facts) -> Explanation:
 
 def _as_rules(state: NamespaceState) -> NamespaceState:
     """Return the state with the rules that the eBPF programs, if they capture, are equal to."""
-    settings = state.enrolment.settings if state.enrolment else None
+    settings = state.enrolment.in_force if state.enrolment else None
     return state if settings is None else replace(state, loaded={EBPF: plan(settings).rulesets})
 
 
@@ -162,7 +162,16 @@ def _gate_open(seen: Explanation) -> bool:
 
 
 def _uncaptured(seen: Explanation) -> Iterator[Finding]:
-    if seen.captured is False and seen.should_be and _gate_open(seen):
+    state = seen.facts.state
+    enrolled = state.enrolment.in_force if state and state.enrolment else None
+    if enrolled is not None and enrolled.gate == "open":
+        yield Finding(
+            kind="gate-open",
+            severity=Severity.INFO,
+            seen="the eBPF programs have not seen its proxy listen yet (gate: open)",
+            means="its traffic passes until its proxy listens for the first time",
+        )
+    elif seen.captured is False and seen.should_be and _gate_open(seen):
         yield Finding(
             kind="gate-open",
             severity=Severity.INFO,
