@@ -2,6 +2,7 @@
 
 import ipaddress
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -10,7 +11,7 @@ from agent.explain.walk import Layer, walk
 from agent.formats.bpf_capture import COOKIE, SIZE, decode, encode, own_keys
 from agent.formats.iptables_save import parse as parse_rules
 from agent.formats.iptables_save import render
-from agent.model.enrolment import IdRange, Place, Site, effective, refusals, verdict
+from agent.model.enrolment import Enrolment, IdRange, Place, Site, effective, refusals, verdict
 from agent.model.host import Host, Interface, Route
 from agent.model.packet import Kind, Packet
 from agent.model.plan import plan
@@ -18,6 +19,7 @@ from agent.model.settings import Settings, parse
 from agent.model.values import Span
 from tests.support.behaviour_cast import CREDENTIALS, HOSTS, PROBES, Probe
 from tests.support.behaviour_settings import random_settings
+from tests.support.capturing import EVERYTHING
 
 NOT_THEIRS = {
     "inbound_interception_mode": "TPROXY",
@@ -25,6 +27,12 @@ NOT_THEIRS = {
     "reroute_virtual_interfaces": "net1",
     "drop_invalid": True,
 }
+
+PASSING = {"gate": "listener", "init_cgroups": "/kubepods/pod1/a,/kubepods/pod1/b"}
+CGROUPS = ("/", "/kubepods/pod1", "/kubepods/pod1/a", "/kubepods/pod1/b/c", "/kubepods/pod1/ab")
+
+LEAVING = Packet(protocol="tcp", destination=ipaddress.ip_address("192.0.2.1"), dport=80, uid=1000)
+ARRIVING = Packet(protocol="tcp", destination=ipaddress.ip_address("10.77.0.2"), dport=80)
 
 POD = Host(
     interfaces=(
@@ -47,11 +55,11 @@ POD = Host(
 
 def honoured(number: int) -> Settings:
     """Return random settings less those that eBPF refuses."""
-    raw = random_settings(Random(number))
+    raw = random_settings(Random(number)) | (PASSING if number % 3 == 0 else {})
     return parse({key: value for key, value in raw.items() if key not in NOT_THEIRS})
 
 
-def packet_of(probe: Probe) -> tuple[Packet, bool]:
+def packet_of(probe: Probe, cgroup: str | None = None) -> tuple[Packet, bool]:
     inbound = probe.sender in ("peer", "vm")
     to = ipaddress.ip_address(probe.host)
     owner = None if inbound else CREDENTIALS[probe.sender]
@@ -65,6 +73,7 @@ def packet_of(probe: Probe) -> tuple[Packet, bool]:
         source=ipaddress.ip_address(source) if source else None,
         uid=owner and owner.uid,
         gid=owner and owner.gid,
+        cgroup=cgroup,
         in_interface={"peer": "eth0", "vm": "net1"}[probe.sender] if inbound else "",
         out_interface="" if inbound else ("lo" if POD.is_local(to) else "eth0"),
     )
@@ -102,7 +111,7 @@ def test_programs_decide_as_the_rules_do(number: int) -> None:
     layers = layers_of(settings)
     wrong = {}
     for probe in chosen:
-        packet, inbound = packet_of(probe)
+        packet, inbound = packet_of(probe, Random(probe.name).choice(CGROUPS))
         rules = by_rules(layers, packet, inbound=inbound)
         programs = by_programs(settings, packet, inbound=inbound)
         if rules != programs:
@@ -132,8 +141,23 @@ def test_what_the_programs_are_told_can_be_read_back(number: int) -> None:
         Place(ipaddress.ip_network("fd00::/64"), None, local=False),
     )
     site = Site(places, users=IdRange(0, 100000, 65536))
-    assert decode(encode(settings, site)) == (settings, site)
+    # The cgroups are in a map of their own.
+    assert decode(encode(settings, site)) == (replace(settings, init_cgroups=()), site)
     assert effective(settings) == settings
+
+
+@pytest.mark.parametrize("gate", ["open", "closed"])
+def test_an_open_gate_takes_nothing_until_the_proxy_has_listened(gate: str) -> None:
+    settings = parse({**EVERYTHING, "gate": gate})
+    for enrolled in (Enrolment(settings), Enrolment(settings, listened=True)):
+        now = enrolled.in_force
+        assert now is not None
+        kinds = {
+            verdict(now, packet, inbound=inbound).verdict.kind
+            for packet, inbound in ((LEAVING, False), (ARRIVING, True))
+        }
+        is_open = gate == "open" and not enrolled.listened
+        assert kinds == {Kind.PASS if is_open else Kind.REDIRECT}
 
 
 def test_inbound_ports_of_any_number_are_held_and_read_in_as_few_spans_as_can_be() -> None:

@@ -47,6 +47,22 @@ def test_accept_in_nat_exempts_and_return_passes() -> None:
     assert verdict("filter OUTPUT -j ACCEPT") == "pass"
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "expected"),
+    [
+        (None, "maybe"),
+        ("/", "redirect:15001"),
+        ("/kubepods/pod1", "redirect:15001"),
+        ("/kubepods/pod1/abc", "redirect:15001"),
+        ("/kubepods/pod1/ab", "pass"),
+        ("kubepods/pod1/ab/below", "pass"),
+    ],
+)
+def test_a_cgroup_is_known_only_to_whoever_says_it(cgroup: str | None, expected: str) -> None:
+    rules = f"nat OUTPUT -m cgroup --path /kubepods/pod1/ab -j RETURN\n{REDIRECT}"
+    assert said(walk([layer(rules)], replace(packet(), cgroup=cgroup), POD)) == expected
+
+
 @pytest.mark.parametrize("target", ["DROP", "REJECT --reject-with icmp-port-unreachable"])
 def test_drop_and_reject_drop(target: str) -> None:
     assert verdict(f"filter OUTPUT -j {target}") == "drop"
