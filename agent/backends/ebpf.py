@@ -7,8 +7,9 @@ first namespace is enrolled, and go with the last. All of it is pinned and works
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
-from agent.backends import ebpf_enrol, ebpf_gate, ebpf_node
+from agent.backends import ebpf_enrol, ebpf_gate, ebpf_node, ebpf_sweep
 from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.formats import bpf_capture
@@ -21,6 +22,8 @@ from agent.model.enrolment import Enrolment, Site
 from agent.model.errors import KernelRejected, StateUnreadable
 from agent.model.settings import Settings
 from agent.model.state import EBPF
+
+T = TypeVar("T")
 
 
 class Ebpf:
@@ -73,14 +76,22 @@ class Ebpf:
         return (Step(what, lambda: _writing(enrol), self.name),)
 
 
-def _writing(work: Callable[[], None]) -> None:
+def sweep() -> int:
+    """Take out what namespaces that are gone left on the node; return how many those were.
+
+    The last one takes the programs along. Raises: KernelRejected, EnvironmentLacks.
+    """
+    return _writing(ebpf_sweep.sweep_node) if bpf_pins.about() else 0
+
+
+def _writing(work: Callable[[], T]) -> T:
     """Do it under the lock of the node's programs.
 
     Raises: KernelRejected with what the kernel said.
     """
     try:
         with bpf_pins.lock():
-            work()
+            return work()
     except OSError as error:
         raise KernelRejected(f"eBPF: {error.strerror or error}") from error
 

@@ -5,13 +5,11 @@ whatever stops half way has not changed what becomes of a connection.
 """
 
 import contextlib
-import os
-import random
 import struct
 import sys
 from collections.abc import Iterator
 
-from agent.backends import ebpf_gate, ebpf_node
+from agent.backends import ebpf_gate, ebpf_node, ebpf_sweep
 from agent.backends.session import Session
 from agent.formats import bpf_capture, bpf_object
 from agent.formats.bpf_capture import COOKIE
@@ -55,9 +53,9 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
     ebpf_gate.close_if_listening(session, cookie, settings)
     _adopt(session, cookie, port)  # also whoever began to listen just before the entry was there
     if have is not None:
-        _forget("own_addresses", cookie, but=now)
-        _forget("listeners", cookie, but=frozenset(_slots(cookie, port)))
-    sweep(SWEPT_AT_ONCE)
+        ebpf_sweep.forget("own_addresses", cookie, but=now)
+        ebpf_sweep.forget("listeners", cookie, but=_slots(cookie, port))
+    ebpf_sweep.sweep(SWEPT_AT_ONCE)
 
 
 def release(session: Session) -> None:
@@ -71,43 +69,12 @@ def release(session: Session) -> None:
     if about.layout == 0:
         bpf_pins.unload()
         return
-    _let_go(cookie)
-    sweep()
+    ebpf_sweep.let_go(cookie)
+    ebpf_sweep.sweep()
     with bpf_pins.open_map("captures") as captures:
         idle = not any(captures.keys())
     if idle:
         bpf_pins.unload()
-
-
-def sweep(most: int | None = None) -> None:
-    """Take out what namespaces that are gone left behind. Hold the lock.
-
-    `most` looks at so many of all, taken at random: enough, if it is done with every new one.
-
-    Raises: OSError.
-    """
-    names = os.listdir(bpf_pins.pods())
-    for name in names if most is None else random.sample(names, min(most, len(names))):
-        found = bpf.link_at(bpf_pins.pod_pin(int(name)))
-        if found is not None and found.target == 0:
-            _let_go(int(name))
-
-
-def _let_go(cookie: int) -> None:
-    with bpf_pins.open_map("captures") as captures:
-        captures.delete(COOKIE.pack(cookie))
-    bpf_pins.pod_pin(cookie).unlink(missing_ok=True)
-    for name in ("own_addresses", "listeners", "passing", "listened"):
-        _forget(name, cookie)
-
-
-def _forget(name: str, cookie: int, but: frozenset[bytes] = frozenset()) -> None:
-    """Take a namespace's keys out of a map; they begin with its cookie."""
-    start = COOKIE.pack(cookie)
-    with bpf_pins.open_map(name) as found:
-        for key in [key for key in found.keys() if key.startswith(start)]:  # noqa: SIM118
-            if key not in but:
-                found.delete(key)
 
 
 # --- the program for what arrives -----------------------------------------------------------------

@@ -42,6 +42,7 @@ from agent.node.pod import Pod
 from agent.node.reconciler import Reconciler
 from agent.node.roster import Roster
 from agent.node.source import Source, Update
+from agent.node.sweeper import Sweeper
 from agent.node.worker_client import WorkerClient
 from agent.observe.http import HttpServer, Page
 from agent.observe.metrics import Metrics
@@ -88,6 +89,7 @@ class Daemon:
         self._roster = Roster(
             self._reconciler, Memory(config.state_dir), _policy(config), changed=self._count
         )
+        self._sweeper = Sweeper(self._worker)
         self._parts = Parts(self._start)
         self._first = parts_of(config, self._hear, self._hear_cni)
         self._told: set[str] = set()
@@ -178,6 +180,7 @@ class Daemon:
                 await self._parts.have(self._first)
                 self._start(self._reload_when_told())
                 self._start(self._leftovers.run())
+                self._start(self._sweeper.run())
                 log.info("started", extra={"socket": str(self._config.socket)})
                 await self._ended.wait()
                 for task in self._tasks:

@@ -5,11 +5,13 @@ runtime. A pod whose pause process died lives on in a name alone (field report 8
 made by hand has none, so no one place is enough.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent.kernel import node
 from agent.kernel.netns import INITIAL_PIDNS_INODE, RUN_NETNS, Netns, NetnsId, id_at
 from agent.model.errors import NamespaceRefused
 
@@ -86,6 +88,19 @@ def places(running: Iterable[Process], more: Iterable[str] = ()) -> tuple[Place,
         named = Path(path).parent != FOLDERS[0] and not path.startswith("/proc/")
         found[identity] = Place(identity, path, path if named else name)
     return tuple(sorted((p for p in found.values() if _is_netns(p.path)), key=lambda p: p.name))
+
+
+def cookies() -> frozenset[int]:
+    """Return the cookies of all namespaces that can be seen: by a process, a name, or a mount."""
+    paths = [path for kind, path in node.mounts() if kind == "nsfs"]
+    paths += (str(path) for path in Path("/proc").glob("[0-9]*/ns/net"))
+    by_id = {identity: path for path in paths if (identity := id_at(path))}
+    found = set()
+    for path in by_id.values():
+        with contextlib.suppress(NamespaceRefused), Netns.open(path) as opened:
+            if (cookie := opened.cookie()) is not None:
+                found.add(cookie)
+    return frozenset(found)
 
 
 def _entries(folder: Path) -> list[Path]:

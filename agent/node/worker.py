@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from agent.backends import registry
+from agent.backends import ebpf, registry
 from agent.backends.session import reading
 from agent.capture import gate, record
 from agent.capture.apply import apply, remove
@@ -175,8 +175,13 @@ def _scan(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     return {"findings": [finding.document() for finding in found]}
 
 
-# Jobs that write nothing may look into the node's own namespace, too.
-HARMLESS = frozenset({"scan"})
+def _sweep(_: Netns, __: Mapping[str, Any]) -> dict[str, object]:
+    """Take out what namespaces that are gone left on the node, whichever namespace this is."""
+    return {"swept": ebpf.sweep()}
+
+
+# Jobs that write nothing into a namespace may be given the node's own, too.
+HARMLESS = frozenset({"scan", "sweep"})
 
 JOBS: Mapping[str, Job] = {
     "apply": _apply,
@@ -190,6 +195,7 @@ JOBS: Mapping[str, Job] = {
     "connect": _connect,
     "scan": _scan,
     "ways": _ways,
+    "sweep": _sweep,
 }
 
 

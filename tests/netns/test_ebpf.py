@@ -12,17 +12,15 @@ import os
 import random
 import signal
 import struct
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from agent.backends.session import reading
-from agent.capture.apply import Result, apply, remove
-from agent.capture.check import Report, check
+from agent.capture.apply import apply, remove
+from agent.capture.check import check
 from agent.capture.observe import observe
 from agent.capture.probing.probe import probe
 from agent.explain.render import summary
@@ -37,60 +35,32 @@ from agent.model.packet import Packet
 from agent.model.settings import parse
 from agent.model.state import EBPF
 from tests.support.agent import RESULT, running, wait_for
-from tests.support.capturing import EVERYTHING, STATE_DIR, TPROXY, Raw, command
-from tests.support.ebpf import built, own_pins
+from tests.support.capturing import EVERYTHING, TPROXY, Raw, command
+from tests.support.ebpf import (
+    capture,
+    checked,
+    cookie,
+    detach,
+    found_wrong,
+    own_node,
+    pinned,
+    release,
+    run_killed,
+)
 from tests.support.escape import DIRECT, Lab, lab
 from tests.support.netns import inside, namespace, path_of, run, snapshot
 
 pytestmark = pytest.mark.netns
 
 KILLS = int(os.environ.get("INTERCEPT_EBPF_KILLS", "8"))
-DETACH = 34  # BPF_LINK_DETACH
 CONNECT4 = 10  # BPF_CGROUP_INET4_CONNECT
 RULES = ("nftables", "iptables-nft", "iptables-legacy")
 
 
 @pytest.fixture(autouse=True)
-def own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs, pins and records of this test alone."""
-    built()
-    monkeypatch.setenv(STATE_DIR, str(tmp_path / "state"))
-    with own_pins(tmp_path) as pins:
-        monkeypatch.setenv("INTERCEPT_BPF_DIR", str(pins / "bpf"))
-        (pins / "bpf").mkdir()
-        with own_pins(pins / "bpf"):
-            yield
-
-
-def capture(name: str, raw: Raw = EVERYTHING, backend: str = EBPF) -> Result:
-    with Netns.open(path_of(name)) as opened:
-        return apply(opened, parse(raw), backend=backend)
-
-
-def release(name: str) -> Result:
-    with Netns.open(path_of(name)) as opened:
-        return remove(opened)
-
-
-def checked(name: str, raw: Raw = EVERYTHING, backend: str = EBPF) -> Report:
-    with Netns.open(path_of(name)) as opened:
-        return check(opened, parse(raw), backend=backend)
-
-
-def found_wrong(name: str, raw: Raw = EVERYTHING) -> list[str]:
-    return [difference.text for difference in checked(name, raw).differences]
-
-
-def pinned() -> set[str]:
-    base = bpf_pins.base()
-    return {str(path.relative_to(base)) for path in base.rglob("*")} if base.exists() else set()
-
-
-def cookie(name: str) -> int:
-    with Netns.open(path_of(name)) as opened:
-        found = opened.cookie()
-    assert found is not None
-    return found
+def node(tmp_path: Path) -> Iterator[None]:
+    with own_node(tmp_path):
+        yield
 
 
 # --- what is loaded and what is left --------------------------------------------------------------
@@ -121,32 +91,6 @@ def test_removal_of_the_last_leaves_nothing_at_all(netns: str) -> None:
         release(other)
     assert pinned() == set()
     assert snapshot(netns) == before
-
-
-def test_two_hundred_come_and_go() -> None:
-    with contextlib.ExitStack() as stack:
-        names = [stack.enter_context(namespace(f"many{n}")) for n in range(20)]
-        for _ in range(10):
-            for name in names:
-                capture(name)
-            assert len(list((bpf_pins.base() / "pods").iterdir())) == len(names)
-            for name in names:
-                release(name)
-            assert pinned() == set()
-
-
-def test_what_a_namespace_that_is_gone_left_goes_with_the_next_change(netns: str) -> None:
-    with namespace("gone") as other:
-        capture(other)
-        old = cookie(other)
-        capture(netns)
-    deadline = time.monotonic() + 10
-    while str(old) in os.listdir(bpf_pins.base() / "pods"):
-        assert time.monotonic() < deadline, "it stays"
-        capture(netns, {**EVERYTHING, "outbound_ports_exclude": str(random.randint(1, 9999))})
-        time.sleep(0.05)
-    with bpf.Map.at(bpf_pins.base() / "maps" / "captures") as captures:
-        assert list(captures.keys()) == [COOKIE.pack(cookie(netns))]
 
 
 def test_dry_run_writes_nothing(netns: str) -> None:
@@ -194,12 +138,6 @@ def test_refused_settings_touch_nothing_and_auto_takes_another(netns: str) -> No
 
 
 # --- what is noticed and put right ----------------------------------------------------------------
-
-
-def detach(pin: Path) -> None:
-    fd = bpf.get(pin)
-    bpf.call(DETACH, fd.to_bytes(4, sys.byteorder))
-    os.close(fd)
 
 
 def spoil_settings(name: str) -> None:
@@ -354,25 +292,6 @@ def test_a_killed_run_leaves_it_captured_or_as_it_was(pod: Lab) -> None:
             release(pod.pod)
             assert pinned() == set()
             assert pod.dial() == free
-
-
-def run_killed(command: str, name: str, after_s: float) -> None:
-    """Run a command of the agent and kill it, and what it started, after some time."""
-    arguments = [command, "--netns", name]
-    if command == "apply":
-        arguments += ["--backend", EBPF, "-i", "*", "-b", "*", "-d", "", "--enable-ipv6", "true"]
-    start = "import sys; from agent.cli.main import main; sys.exit(main())"
-    child = subprocess.Popen(
-        [sys.executable, "-c", start, *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(after_s)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 # --- what a process in the pod cannot do ----------------------------------------------------------

@@ -17,8 +17,8 @@ from agent.kernel import bpf, bpf_pins
 from agent.kernel.netns import Netns
 from agent.model.settings import parse
 from agent.model.state import EBPF
+from tests.support.ebpf import own_node
 from tests.support.ebpf_pod import PREAMBLE, PYTHON, SETTINGS, Pod, captured_pod, free_pod
-from tests.support.ebpf_pod import pins_of_its_own as own_pins
 from tests.support.netns import inside, path_of, run
 
 pytestmark = pytest.mark.netns
@@ -287,7 +287,7 @@ def test_rules_that_translate_what_was_turned_are_named(pod: Pod, rules: str, sa
 
 def test_sockets_that_were_there_before_the_capture(tmp_path: Path) -> None:
     """What is connected stays so; what is not, bound or not, is captured when it connects."""
-    with own_pins(tmp_path), free_pod("early") as pod:
+    with own_node(tmp_path), free_pod("early") as pod:
         pipe = subprocess.PIPE
         command = ("nsenter", f"--net={path_of(pod.name)}", "--", *PYTHON, "-c", PREAMBLE + EARLY)
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:

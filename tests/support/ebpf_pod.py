@@ -11,7 +11,6 @@ Nobody but the world ever says `world`, so who hears that has got past the proxy
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -19,14 +18,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from agent.capture.apply import apply, remove
 from agent.kernel.netns import Netns
 from agent.model.settings import parse
 from agent.model.state import EBPF
 from tests.support import ebpf_proxy, ebpf_world
-from tests.support.ebpf import built, own_pins
+from tests.support.ebpf import own_node
 from tests.support.netns import inside, namespace, path_of
 
 SETTINGS: Mapping[str, object] = {
@@ -103,19 +101,6 @@ def serving(name: str, program: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @contextlib.contextmanager
-def pins_of_its_own(folder: Path) -> Iterator[None]:
-    """Keep programs, pins and records of the block away from everybody else's."""
-    built()
-    (folder / "bpf").mkdir()
-    places = {
-        "INTERCEPT_BPF_DIR": str(folder / "bpf"),
-        "INTERCEPT_STATE_DIR": str(folder / "state"),
-    }
-    with mock.patch.dict(os.environ, places), own_pins(folder / "bpf"):
-        yield
-
-
-@contextlib.contextmanager
 def free_pod(label: str) -> Iterator[Pod]:
     """Make both namespaces and start everybody; nothing is captured yet."""
     with contextlib.ExitStack() as stack:
@@ -128,7 +113,7 @@ def free_pod(label: str) -> Iterator[Pod]:
 
 @contextlib.contextmanager
 def captured_pod(label: str, folder: Path) -> Iterator[Pod]:
-    with pins_of_its_own(folder), free_pod(label) as pod, Netns.open(path_of(pod.name)) as opened:
+    with own_node(folder), free_pod(label) as pod, Netns.open(path_of(pod.name)) as opened:
         apply(opened, parse(SETTINGS), backend=EBPF)
         yield pod
         remove(opened)

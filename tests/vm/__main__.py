@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "vm"
-TESTS = ("tests/netns/test_ebpf.py", "tests/netns/test_ebpf_sockets.py")
+TESTS = tuple(f"tests/netns/test_ebpf{part}.py" for part in ("", "_sockets", "_clients", "_undo"))
 BUSYBOX = Path("/bin/busybox")
 DONE = "VM-TESTS-EXIT"
 

@@ -1,0 +1,37 @@
+"""Has what namespaces left on the node taken out when they are gone, though nothing else happens.
+
+The eBPF programs have no way to learn that a namespace ended, and neither has the agent of one
+that the runtime does not tell of: so it is looked for on a timer.
+"""
+
+import asyncio
+import logging
+
+from agent.kernel import netns
+from agent.model.errors import AgentError
+from agent.node.reconciler import Jobs
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 10.0
+
+
+class Sweeper:
+    """The loop that sweeps. For one event loop."""
+
+    def __init__(self, jobs: Jobs, *, pause_s: float = PAUSE_S) -> None:
+        self._jobs = jobs
+        self._pause_s = pause_s
+
+    async def run(self) -> None:
+        """Sweep until cancelled; what fails is tried again after the pause."""
+        while True:
+            await asyncio.sleep(self._pause_s)
+            try:
+                with netns.open_target("host")[0] as host:
+                    swept = (await self._jobs.job("sweep", host.fd))["swept"]
+            except AgentError as error:
+                log.warning("what is left of namespaces cannot be swept: %s", error)
+                continue
+            if swept:
+                log.info("swept what namespaces that are gone left", extra={"number": swept})
