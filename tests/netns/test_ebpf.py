@@ -382,7 +382,7 @@ def test_probe_proves_it_with_and_without_a_proxy(netns: str, pod: Lab) -> None:
     for name in (netns, pod.pod):
         capture(name, raw)
         found = outcomes(name, raw)
-        assert set(found.values()) == {"ok"}, found
+        assert [each for each in found.items() if each[1] != "ok"] == []
         for kind in ("outbound", "inbound", "dns"):
             assert {f"{kind} ipv4", f"{kind} ipv4 tcp"} & found.keys(), found
 
