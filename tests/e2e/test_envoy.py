@@ -18,11 +18,7 @@ from typing import Self
 
 import pytest
 
-from agent.capture.apply import apply, remove
-from agent.kernel import bpf_pins
-from agent.kernel.netns import Netns
 from agent.model import numbers
-from agent.model.settings import parse
 from agent.model.state import EBPF
 from tests.support import envoy
 from tests.support.calls import Answer
@@ -329,35 +325,6 @@ def without_empty_tables(snapshot: dict[str, str]) -> dict[str, str]:
         key: EMPTY_TABLE.sub("", text) if key.startswith("legacy") else text
         for key, text in snapshot.items()
     }
-
-
-def test_no_connection_is_lost_or_misled_while_ebpf_programs_are_exchanged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Twenty other builds of the programs, one after the other, as an upgrade of the agent does."""
-    built()
-    settings = parse(
-        {"inbound_ports_include": "*", "outbound_ip_ranges_include": "*", "enable_ipv6": True}
-    )
-    with Pod() as pod, Netns.open(pod.target) as opened:
-        apply(opened, settings, backend=EBPF)
-        moved = Moved(pod)
-        with Traffic(pod) as traffic:
-            for number in range(20):
-                monkeypatch.setattr(bpf_pins, "build", lambda n=number: bytes([n]) * 20)
-                assert apply(opened, settings, backend=EBPF).changed
-        counters = moved.counters()
-        assert counters.outbound_connections == counters.outbound_requests
-        assert counters.inbound_connections == counters.inbound_requests
-        assert counters.outbound_requests == len(traffic.outbound) > REQUESTS
-        assert counters.inbound_requests == len(traffic.inbound) > REQUESTS
-        assert set(summary(traffic.outbound)) == {
-            ("outside", POD[version], (OUTBOUND,)) for version in (4, 6)
-        }
-        assert set(summary(traffic.inbound)) == {
-            ("app", PASSTHROUGH[version], (INBOUND,)) for version in (4, 6)
-        }
-        remove(opened)
 
 
 @pytest.mark.parametrize("backend", ["nftables", EBPF])

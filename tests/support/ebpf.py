@@ -32,12 +32,15 @@ def built() -> None:
 
 @contextlib.contextmanager
 def own_pins(folder: Path) -> Iterator[Path]:
-    """Yield a folder for pins; a bpffs that was mounted there goes, with all that is pinned."""
+    """Yield a folder for pins; a bpffs that was mounted there goes, with all that is pinned.
+
+    Lazily: the worker of an agent that was killed may use it for another moment.
+    """
     try:
         yield folder
     finally:
         while folder.is_mount():
-            subprocess.run(("umount", str(folder)), check=True)
+            subprocess.run(("umount", "--lazy", str(folder)), check=True)
 
 
 @contextlib.contextmanager
