@@ -140,6 +140,7 @@ class Lookout:
             if len(self._looks) >= KEPT:
                 raise AgentError("too many pods are being looked at; ask again in a moment")
             look = _Look(asyncio.create_task(self._look(pod)), time.monotonic())
+            look.task.add_done_callback(_seen)
             self._looks[key] = look
         # The work goes on when this one waits no longer: it cannot be taken from the worker.
         await asyncio.wait([look.task], timeout=LOOK_S)
@@ -177,6 +178,12 @@ class Lookout:
         except AgentError as error:
             return Drawn(why_none=f"Its network namespace could not be looked at: {error}")
         return msgspec.convert(found, Drawn)
+
+
+def _seen(task: "asyncio.Task[Shown]") -> None:
+    """Take a failure as known: who asked may be gone by now."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _frame() -> "Frame":

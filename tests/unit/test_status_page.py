@@ -229,6 +229,7 @@ PODS = [
     [
         ({"q": "WEB"}, ["bank/web", "shop/web"]),
         ({"q": "shop missing"}, ["shop/db"]),
+        ({"q": "Shop/Web"}, ["shop/web"]),
         ({"q": "ebpf"}, ["bank/web"]),
         ({"q": "u2"}, ["bank/web"]),
         ({"state": "drifted"}, ["shop/db"]),
@@ -296,6 +297,11 @@ def test_strangers_see_and_find_names_states_and_reasons_alone() -> None:
         ],
         events=[event(message=SECRET)],
         scanned={"namespaces": 1, "time": 1.8e9, "failed": [SECRET]},
+        status={
+            **STATUS,
+            "sources": [{**SOURCE, "detail": SECRET}],
+            "cni": {"present": False, "reason": SECRET, "file": SECRET},
+        },
     )
     for made in (lists.pods_page, lists.findings_page, lists.events_page):
         assert SECRET in made(FRAME, View(), of).body.decode()

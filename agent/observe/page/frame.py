@@ -73,7 +73,8 @@ def _header(frame: Frame, view: View) -> Html:
     links = (tag("li", link(path, name)) for path, name in MENU)
     title = tag("p", tag("strong", "intercept-agent"), " on ", frame.node)
     menu = tag("nav", tag("ul", links), aria_label="Pages")
-    return tag("header", tag("div", title, menu, class_="band"))
+    said = tag("p", id="said", role="status")  # what the script has to say
+    return tag("header", tag("div", title, menu, said, class_="band"))
 
 
 def _footer(frame: Frame, view: View) -> Html:
@@ -83,9 +84,8 @@ def _footer(frame: Frame, view: View) -> Html:
         other, does, offer = OFF, "This page renews itself.", "Let it stand still"
     as_of = tag("span", f"As of {frame.now}.", id="as-of", data_live=True)
     link = tag("a", offer, href=replace(view, refresh=other).href)
-    said = tag("p", id="said", role="status")
     version = tag("p", "Version ", frame.version)
-    return tag("footer", said, tag("p", as_of, f" {does} ", link), version, class_="band")
+    return tag("footer", tag("p", as_of, f" {does} ", link), version, class_="band")
 
 
 @cache

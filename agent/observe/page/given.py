@@ -9,7 +9,8 @@ Row = Mapping[str, Any]
 PODS = ("namespace", "name", "captured", "backend", "reason", "state")
 FINDINGS = ("kind", "severity", "owner")
 EVENTS = ("time", "kind", "pod")
-STATUS = ("version", "ready", "pending", "sources", "cni", "mode", "backend")
+STATUS = ("version", "ready", "pending", "mode", "backend")
+SOURCE = ("name", "connected")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,11 @@ class Given:
         """
         return replace(
             self,
-            status=_only(STATUS, self.status),
+            status={
+                **_only(STATUS, self.status),
+                "sources": [_only(SOURCE, source) for source in self.status["sources"]],
+                "cni": self.status["cni"] and _only(("present",), self.status["cni"]),
+            },
             pods=[_only(PODS, row) for row in self.pods],
             findings=[
                 {**_only(FINDINGS, row), "where": {"pod": row["where"]["pod"]}}

@@ -35,7 +35,7 @@ def pods_page(frame: Frame, view: View, given: Given) -> Answer:
         view,
         "Pods",
         tag("h1", "Pods and their capture"),
-        section("This node", _node(given, view.refresh), name="node"),
+        section("This node", _node(given, view.refresh), name="node", told=True),
         section("Pods", _pods(view, given), name="pods", form=_pods_form(view, given.pods)),
         section("Findings", _few(findings, FINDING_COLUMNS, view, "/findings"), name="findings"),
         section("Events", _few(events, EVENT_COLUMNS, view, "/events"), name="events"),
@@ -97,23 +97,28 @@ def _node(given: Given, refresh: str) -> Iterator[Content]:
     if status["pending"]:
         waits = (tag("li", reason) for reason in status["pending"])
         yield tag("div", "It waits for:", tag("ul", waits), class_="notice bad")
-    cni = status["cni"]
-    plugin = "not kept by this agent"
-    if cni is not None:
-        plugin = "in the chain" if cni["present"] else f"not in the chain: {cni['reason']}"
     yield terms(
         (
             ("Mode", status["mode"]),
             ("Backend", status["backend"]),
-            ("CNI plugin", plugin),
+            ("CNI plugin", _plugin(status["cni"])),
             *(_source(source) for source in status["sources"]),
         )
     )
 
 
+def _plugin(cni: Row | None) -> str:
+    if cni is None:
+        return "not kept by this agent"
+    if cni["present"]:
+        return "in the chain"
+    return ": ".join(filter(None, ("not in the chain", cni.get("reason"))))
+
+
 def _source(source: Row) -> tuple[str, Content]:
     word = "connected" if source["connected"] else "not connected"
-    return f"Source {source['name']}", f"{word}: {source['detail']}" if source["detail"] else word
+    detail = source.get("detail")
+    return f"Source {source['name']}", f"{word}: {detail}" if detail else word
 
 
 def _restricted(given: Given) -> Html | None:
@@ -140,7 +145,7 @@ def _wanted(view: View, row: Row) -> bool:
     return (
         view.state in ("", row["state"])
         and view.namespace in ("", row["namespace"])
-        and view.fits(*_values(row))
+        and view.fits(_name(row), *_values(row))
     )
 
 
@@ -176,9 +181,14 @@ def _why(row: Row) -> Content:
 # --- findings and events --------------------------------------------------------------------------
 
 
-def _finding_where(row: Row) -> str:
+def _found(pod: str) -> Html:
+    """Return a pod's name as a link to it among the pods; it may be gone."""
+    return tag("a", pod, href=View(q=pod).href)
+
+
+def _finding_where(row: Row) -> Content:
     where = row["where"]
-    return str(where.get("pod") or where.get("netns") or "this node")
+    return _found(where["pod"]) if where["pod"] else where.get("netns") or "this node"
 
 
 def _finding_means(row: Row) -> Content:
@@ -246,7 +256,7 @@ FINDING_COLUMNS = (
 EVENT_COLUMNS = (
     Column("Time (UTC)", lambda row: when(row["time"])),
     Column("Event", lambda row: row["kind"]),
-    Column("Pod", lambda row: row["pod"]),
+    Column("Pod", lambda row: _found(row["pod"])),
     Column("What", lambda row: row.get("message")),
 )
 POD_COLUMNS = (

@@ -31,9 +31,10 @@
     for (const old of document.querySelectorAll("[data-live]"))
       renewed(old, page.getElementById(old.id));
   };
+  const tell = (words) => { if (said.textContent !== words) said.textContent = words; };
   const lost = "The agent does not answer: what is shown is old.";
   const again = () => setTimeout(() => {
-    renew().catch(() => { said.textContent = lost; }).finally(again);
+    renew().then(() => tell(""), () => tell(lost)).finally(again);
   }, pause);
   again();
 })();

@@ -31,10 +31,15 @@ def when(seconds: object) -> Html:
     return tag("time", shown, datetime=found.strftime("%Y-%m-%dT%H:%M:%SZ"))
 
 
-def section(title: str, *content: Content, name: str, form: Content = None) -> Html:
-    """Return a part of a page with a heading. `content` renews itself, `form` stays as it is."""
+def section(
+    title: str, *content: Content, name: str, form: Content = None, told: bool = False
+) -> Html:
+    """Return a part of a page with a heading. `content` renews itself, `form` stays as it is.
+
+    What changes in a part that is `told` is read out by a screen reader.
+    """
     heading = tag("h2", title, id=f"{name}-title")
-    inside = tag("div", content, id=name, data_live=True)
+    inside = tag("div", content, id=name, data_live=True, aria_live="polite" if told else None)
     return tag("section", heading, form, inside, aria_labelledby=f"{name}-title")
 
 

@@ -82,8 +82,8 @@ def _capture(explained: Explained) -> Iterator[Content]:
     yield terms(
         (
             ("Decision", f"It {wanted}: {decision['text']} ({decision['reason']})"),
-            ("Backend", f"{explained['backend']['value']} ({explained['backend']['by']})"),
-            ("Mode", f"{explained['mode']['value']} ({explained['mode']['by']})"),
+            ("Backend", _chosen(explained["backend"]) if decision["captured"] else "none"),
+            ("Mode", _chosen(explained["mode"])),
             ("Namespace of the network", row["netns"] or "none of its own"),
             ("UID", row["uid"] or "none"),
             ("Known from", row["source"]),
@@ -92,6 +92,10 @@ def _capture(explained: Explained) -> Iterator[Content]:
     remarks = [*decision["problems"], *decision["warnings"]]
     if remarks:
         yield tag("div", tag("ul", (tag("li", one) for one in remarks)), class_="notice")
+
+
+def _chosen(choice: Row) -> str:
+    return f"{choice['value']} ({choice['by']})"
 
 
 def _ways(shown: Shown) -> Iterator[Content]:
