@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -126,6 +127,8 @@ def started(
         stdout=subprocess.PIPE if stderr == subprocess.PIPE else subprocess.DEVNULL,
         stderr=stderr,
         text=True,
+        # Whoever runs the tests in the background of a shell has them ignore an interrupt.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

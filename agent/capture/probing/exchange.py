@@ -18,7 +18,6 @@ import secrets
 import selectors
 import socket
 import struct
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -75,7 +74,8 @@ class _Call:
     socket: socket.socket
     local: Endpoint
     error: int = 0
-    connected_at: float | None = None
+    connected: bool = False
+    waited: int = 0  # looks that found nothing since then
     closed: bool = False
     answer: bytes = b""
     accepted: KernelSocket | None = None
@@ -88,7 +88,9 @@ def exchange(
 ) -> tuple[Observation, ...]:
     """Make all attempts at the same time; return what became of each, in order.
 
-    Takes `PATIENCE_S` if one of them is not answered. Raises: EnvironmentLacks, StateUnreadable.
+    Takes `PATIENCE_S` or more if one of them is not answered.
+
+    Raises: EnvironmentLacks, StateUnreadable.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -250,17 +252,17 @@ class _Exchange:
         if call.error:
             self._end(call)
             return
-        call.connected_at = time.monotonic()
+        call.connected = True
         self._selector.modify(call.socket, selectors.EVENT_READ, _bound(self._answered, call))
-        self._look(call)  # at once: a proxy may close again within a millisecond
+        self._look(call, idle=False)  # at once: a proxy may close again within a millisecond
 
     def _answered(self, call: _Call) -> None:
         try:
             call.answer = call.socket.recv(MAX_MESSAGE)
         except OSError as error:
-            if call.connected_at is None:
+            if not call.connected:
                 call.error = error.errno or errno.EIO
-        if call.answer or call.connected_at is None:
+        if call.answer or not call.connected:
             self._end(call)
         else:
             call.closed = True
@@ -274,30 +276,36 @@ class _Exchange:
     # waiting
 
     def wait(self) -> None:
-        """Serve receivers and calls until every call is done or time is up."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(call.done for call in self._calls) and time.monotonic() < deadline:
-            for key, _ in self._selector.select(TICK_S):
+        """Serve receivers and calls until every call is done or patience is at its end.
+
+        It is counted in looks that found nothing: on a node too busy to answer they take longer.
+        """
+        looks = round(PATIENCE_S / TICK_S)
+        while looks and not all(call.done for call in self._calls):
+            events = self._selector.select(TICK_S)
+            looks -= not events
+            for key, _ in events:
                 key.data()
             for call in self._calls:
                 if not call.done:
-                    self._look(call)
+                    self._look(call, idle=not events)
         for call in self._calls:
             if not call.answer and call.translated is None:
                 call.translated = self._translation(call)
 
-    def _look(self, call: _Call) -> None:
+    def _look(self, call: _Call, *, idle: bool) -> None:
         """See what the kernel knows of a call, and end the call if that is all there will be."""
         if call.attempt.protocol == "udp":
             if call.attempt.live:
                 call.translated = self._translation(call)
                 call.done = call.translated is not None
             return
-        if call.connected_at is None:
+        if not call.connected:
             return
+        call.waited += idle
         found = self._table.facing("tcp", call.local)
         call.accepted = next(iter(found), call.accepted)
-        if self._is_known(call) or time.monotonic() > call.connected_at + GRACE_S:
+        if self._is_known(call) or call.waited > GRACE_S / TICK_S:
             self._end(call)
 
     def _is_known(self, call: _Call) -> bool:
@@ -339,7 +347,7 @@ class _Exchange:
             original=arrived[1] if arrived else None,
             accepted=call.accepted,
             translated=call.translated,
-            connected=call.connected_at is not None,
+            connected=call.connected,
             error=call.error,
             unbound=self._unbound.get(place, 0) if place else 0,
         )
