@@ -125,7 +125,8 @@ def test_a_healthy_capture_passes_every_probe(pod: str, backend: str, mode: str)
     probed(pod, raw)  # what is loaded once is not counted
     with nothing_left(pod):
         results = probed(pod, raw)
-    assert results and not [r for r in results if r.outcome is not Outcome.OK]
+    assert results
+    assert not [r for r in results if r.outcome is not Outcome.OK]
     names = {r.name for r in results}
     for family in Family:
         assert names >= {f"inbound {family}", f"exempt {family} proxy uid", f"exempt {family} dns"}
@@ -273,7 +274,8 @@ def test_a_live_proxy_is_proved_and_what_it_passes_on_stays_here(
     inside(pod, "nft", 'add rule inet it-watch out oifname "eth0" meta l4proto {tcp,udp} counter')
     with fake_proxy(pod, transparent=mode == "tproxy") as proxy, nothing_left(pod):
         results = probed(pod, raw)
-    assert results and not [r for r in results if r.outcome is not Outcome.OK]
+    assert results
+    assert not [r for r in results if r.outcome is not Outcome.OK]
     assert proxy.passed_on == ["arrived", "arrived"]
     assert "counter packets 0 " in inside(pod, "nft", "list table inet it-watch")
     details = {r.name: r.detail for r in results}
