@@ -86,7 +86,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         folder = tmp_path_factory.mktemp("node")
         agent = stack.enter_context(running(folder, mode="alert", static=static))
         wait_for(lambda: agent.status()["pods"] == {"in-sync": 5, "drifted": 1}, 60)
-        wait_for(lambda: "blackhole" in agent.get("status", "/findings")[1], 60)
         yield Node(agent, netns)
 
 
@@ -237,6 +236,8 @@ def roles(tab: Tab) -> set[str]:
 
 
 def addresses(node: Node, **query: str) -> list[str]:
+    """Return where all the pages are, once something is on each of them."""
+    wait_for(lambda: "blackhole" in node.agent.get("status", "/findings")[1], 60)
     lists = [node.url(path, **query) for path in ("/", "/findings", "/events")]
     pods = [node.of(name, **query) for name in ("redirect", "altered", MARKUP, "nobody")]
     return lists + pods

@@ -30,12 +30,12 @@ def linked() -> Iterator[tuple[str, str]]:
         yield node, client
 
 
-@pytest.fixture
-def served(tmp_path: Path, netns: str) -> Iterator[tuple[Agent, str]]:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, str]]:
     """An agent that serves its pages to the network, and the namespace of somebody in it."""
-    static = [{"name": "one", "netns": f"/run/netns/{netns}", "settings": EVERYTHING}]
-    with linked() as (node, client):
-        agent = Agent(tmp_path, node)
+    with linked() as (node, client), namespace("pod") as pod:
+        static = [{"name": "one", "netns": f"/run/netns/{pod}", "settings": EVERYTHING}]
+        agent = Agent(tmp_path_factory.mktemp("node"), node)
         agent.configure(static=static, status={"address": "0.0.0.0", "port": agent.ports["status"]})
         try:
             agent.start()
@@ -128,7 +128,7 @@ def test_many_who_ask_keep_nobody_else_waiting(tmp_path: Path, netns: str) -> No
         return agent.get("status", path)[0]
 
     with running(tmp_path) as agent, ThreadPoolExecutor(32) as threads:
-        statuses = threads.map(asked, range(500))
+        statuses = threads.map(asked, range(200))
         assert agent.cni("ADD", netns)[0] == 0
         assert agent.state("web") == "in-sync"
         assert {*statuses} <= {200, 404}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from agent.explain.pod.facts import Facts
 from agent.explain.pod.flows import Fate, Flow, Walked, walked
-from agent.model.packet import Hit, Step, Trace
+from agent.model.packet import Hit, Kind, Step, Trace
 from agent.model.state import EBPF, GUARD
 
 
@@ -104,15 +104,19 @@ def _end(flow: Flow) -> str:
 
 
 def _stops(trace: Trace) -> list[Stop]:
-    """Return the stops of the first branch. The guard's rules are one stop unless one decides."""
+    """Return the stops of the first branch, to where others part from it and end elsewhere.
+
+    The guard's rules are one stop unless one of them decides.
+    """
     deciding = [outcome.decided_by for outcome in trace.outcomes]
+    parting = _parting(trace)
     found: list[Stop] = []
     missed, before = 0, _Place("", "", "", "")
     for step in trace.steps:
         if step.branch != 1:
             continue
         decides = any(step is one for one in deciding)
-        place = _Place(step.hook, step.backend, step.table, step.chain)
+        place = _place(step)
         if place != before:
             if found and missed and found[-1].why == f"jumps to {before.chain}":
                 found[-1] = replace(found[-1], why=f"{found[-1].why}, where no rule matches")
@@ -126,7 +130,20 @@ def _stops(trace: Trace) -> list[Stop]:
             found.append(_stop(step, missed))
             missed = 0
         before = place
+        if parting and (place, step.number) == parting:
+            break
     return found
+
+
+def _parting(trace: Trace) -> tuple[_Place, int | None] | None:
+    """Return the rule at which nobody can foresee how it goes on; None if all ways end alike."""
+    if trace.verdict.kind is not Kind.MAYBE:
+        return None
+    return next(((_place(step), step.number) for step in trace.steps if step.branch == 2), None)
+
+
+def _place(step: Step) -> _Place:
+    return _Place(step.hook, step.backend, step.table, step.chain)
 
 
 def _guard(step: Step) -> Stop:
