@@ -46,6 +46,7 @@ class Report:
     foreign: tuple[str, ...]
     warnings: tuple[str, ...]
     guarded: bool = False
+    bare: bool = False  # there is no capture, and none was recorded
 
     @property
     def in_sync(self) -> bool:
@@ -64,7 +65,8 @@ def check(netns: Netns, settings: Settings, *, backend: str = "auto", kept: bool
         if kept:
             settings = gate.as_applied(settings, have, record.load(netns))
         report = compare(have, plan(settings), backend, _known(netns), settings)
-        return replace(report, foreign=(*report.foreign, *hidden(session, have)))
+        bare = not captures(have) and have.enrolment is None and record.load(netns) is None
+        return replace(report, foreign=(*report.foreign, *hidden(session, have)), bare=bare)
 
 
 def compare(

@@ -9,10 +9,10 @@ from typing import Any
 from agent.formats import kube
 from agent.model.decision import Decision, decide
 from agent.model.errors import AgentError
-from agent.model.pod import Namespace, Pod
+from agent.model.pod import Pod
 from agent.node.events import Events
 from agent.node.reconciler import Reconciler
-from agent.node.roster import PLUGIN, Roster, pod_key, wish_for
+from agent.node.roster import PLUGIN, Roster, pod_key, said_by, with_facts
 from agent.node.source import PodRecord
 from agent.observe.metrics import Metrics
 
@@ -76,7 +76,7 @@ class CniCalls:
 
     async def _add(self, environment: Environment, conf: Conf) -> Refusal | None:
         """Capture the pod before its first process runs. Asked again, it changes nothing."""
-        pod, decision = self._decide(environment, conf)
+        pod, decision = await self._decide(environment, conf)
         if decision.refuse:
             self._events.add("refused", pod.title, decision.message)
             return Refusal(REFUSED, decision.message)
@@ -122,11 +122,11 @@ class CniCalls:
         return None
 
     async def _check(self, environment: Environment, conf: Conf) -> Refusal | None:
-        pod, decision = self._decide(environment, conf)
+        pod, decision = await self._decide(environment, conf)
         if not decision.captured:
             return None
         record = self._record(environment, conf, pod)
-        found = await self._reconciler.check(wish_for(PLUGIN, record, self._roster.policy))
+        found = await self._reconciler.check(self._roster.wish_for(PLUGIN, record))
         if found.in_sync:
             return None
         return Refusal(NOT_IN_SYNC, f"{pod.title} is not captured as it should be: {found.text}")
@@ -153,8 +153,11 @@ class CniCalls:
     async def _status(self, environment: Environment, conf: Conf) -> Refusal | None:
         return None  # whoever answers can do an ADD
 
-    def _decide(self, environment: Environment, conf: Conf) -> tuple[Pod, Decision]:
+    async def _decide(self, environment: Environment, conf: Conf) -> tuple[Pod, Decision]:
         """Decide about the pod of a call, by the failure policy of that call's configuration.
+
+        What the runtime passed is enough where it leaves nothing open. The API server is asked for
+        the rest, once, and only if it has not told of the pod before.
 
         Raises: InvalidSettings if the call says nothing that can be understood.
         """
@@ -165,7 +168,13 @@ class CniCalls:
         pod = kube.cni(environment.get("ARGS", ""), annotations)
         is_open = conf.get("failurePolicy") == "open"
         policy = replace(self._roster.policy, failure_policy="open" if is_open else "closed")
-        return pod, decide(pod, Namespace(name=pod.namespace), policy)
+        facts = self._roster.facts
+        namespace = facts.namespace(pod.namespace)
+        decision = decide(with_facts(pod, facts), namespace, policy)
+        if decision.certain:
+            return pod, decision
+        known = await facts.look_up(pod.namespace, pod.name, pod.uid)
+        return pod, decide(said_by(known, pod), namespace, policy)
 
 
 def _uid(pod: Pod, environment: Environment) -> str:

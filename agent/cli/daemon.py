@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import signal
 import time
 from collections import Counter
@@ -22,9 +21,10 @@ from typing import Any
 from agent.api.door import GrpcDoor
 from agent.api.known import Known
 from agent.cli import pages
+from agent.cli.api_server import ApiServer, own_namespace
 from agent.cli.cni_calls import CniCalls
 from agent.cli.doors import Door, Doors
-from agent.cli.parts import WATCHER, Part, Parts, parts_of
+from agent.cli.parts import WATCHER, Ears, Part, Parts, parts_of
 from agent.cli.proxy_metrics import ProxyMetrics
 from agent.cli.status_page import StatusPage
 from agent.cni.server import Server
@@ -36,12 +36,13 @@ from agent.node.config import Config, Listen, load
 from agent.node.events import Events
 from agent.node.explanation import explain
 from agent.node.feed import Feed
+from agent.node.kube.around import Around
 from agent.node.leftover_watch import LeftoverWatch
 from agent.node.memory import Memory
 from agent.node.pod import Pod
 from agent.node.reconciler import Reconciler
 from agent.node.roster import Roster
-from agent.node.source import Source, Update
+from agent.node.source import KUBERNETES, Source, Update
 from agent.node.sweeper import Sweeper
 from agent.node.worker_client import WorkerClient
 from agent.observe.http import HttpServer, Page
@@ -50,6 +51,7 @@ from agent.observe.metrics import Metrics
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 25.0
+GONE = (KUBERNETES, False)
 # How long those inside may stay when a door has moved.
 PATIENCE_S = 30.0
 
@@ -72,11 +74,8 @@ class Daemon:
             self._worker,
             self._events,
             self._metrics,
-            mode=config.mode,
-            backend=config.backend,
-            guard=config.guard,
-            gate=config.gate,
             publish=self._feed.publish,
+            **_how(config),
         )
         self._proxies = ProxyMetrics(self._worker, self._reconciler.pods.values, self._metrics)
         self._leftovers = LeftoverWatch(
@@ -87,11 +86,18 @@ class Daemon:
             cni=lambda: (self._config.cni_conf_dir, self._config.cni_bin_dir),
         )
         self._roster = Roster(
-            self._reconciler, Memory(config.state_dir), _policy(config), changed=self._count
+            self._reconciler,
+            Memory(config.state_dir),
+            _policy(config),
+            changed=self._count,
+            turned=self._leftovers.look_at,
+            tell=self._events.add,
         )
         self._sweeper = Sweeper(self._worker)
         self._parts = Parts(self._start)
-        self._first = parts_of(config, self._hear, self._hear_cni)
+        self._api = ApiServer(self._parts, self._roster, self._reconciler)
+        self._ears = Ears(self._hear, self._hear_cni, self._around, self._api.ahead)
+        self._first = parts_of(config, self._ears)
         self._told: set[str] = set()
         known = Known(
             pods=self._rows,
@@ -124,6 +130,14 @@ class Daemon:
     def _watcher(self) -> Watcher | None:
         found: Watcher | None = self._parts.subject(WATCHER)
         return found
+
+    def _around(self) -> Around:
+        return self._api.around(
+            self._events,
+            self._feed,
+            moved=lambda: self._grpc.changed(),
+            ready=lambda: not self._pending(but=KUBERNETES),
+        )
 
     async def _open_socket(self, where: object, leaving: Sequence[Door]) -> Door:
         calls = CniCalls(
@@ -178,6 +192,7 @@ class Daemon:
             await self._roster.remember()  # only now is it sure that no other agent is at work
             async with asyncio.TaskGroup() as self._group:
                 await self._parts.have(self._first)
+                self._api.use()
                 self._start(self._reload_when_told())
                 self._start(self._leftovers.run())
                 self._start(self._sweeper.run())
@@ -199,7 +214,7 @@ class Daemon:
             self._reload.clear()
             try:
                 config = await asyncio.to_thread(load, self._path)
-                parts = parts_of(config, self._hear, self._hear_cni)
+                parts = parts_of(config, self._ears)
                 leaving = await self._doors.move(_places(config))
             except AgentError as error:
                 log.error("the new configuration is refused, the old one stays: %s", error)
@@ -217,9 +232,7 @@ class Daemon:
         if before.state_dir != now.state_dir:
             await self._roster.use_memory(Memory(now.state_dir))
             await self._worker.renew(now.state_dir)
-        self._reconciler.configure(
-            mode=now.mode, backend=now.backend, guard=now.guard, gate=now.gate
-        )
+        self._reconciler.configure(**_how(now))
         if _policy(before) != _policy(now):
             self._roster.decide_again(_policy(now))
 
@@ -231,6 +244,8 @@ class Daemon:
         for name in ended - {WATCHER} - parts.keys():
             self._metrics.connected.remove(name)
             await self._roster.leave(name)
+        if self._api.use():
+            self._roster.decide_again(self._roster.policy)
         self._grpc.changed()
 
     # --- what it is told --------------------------------------------------------------------------
@@ -264,14 +279,16 @@ class Daemon:
 
     # --- those who ask ----------------------------------------------------------------------------
 
-    def _pending(self) -> list[str]:
-        """Return why the agent is not ready, one sentence each."""
+    def _pending(self, but: str = "") -> list[str]:
+        """Return why the agent is not ready, one sentence each, but for one of its sources."""
         if not self._parts.started:
             return ["agent: it is starting"]
         pending = [
             f"{source.name}: {source.detail}"
             for source in self._sources
-            if source.name not in self._told
+            # Everything goes on without the API server, but nothing new is heard of.
+            if (source.name not in self._told or (source.name, source.connected) == GONE)
+            and source.name != but
         ]
         if self._watcher is not None and not self._watcher.state.present:
             pending.append(f"cni: {self._watcher.state.reason}")
@@ -291,15 +308,11 @@ class Daemon:
     async def _described(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return all that is known of a pod; labels are null where only the plugin told of it."""
         pod = self._find(request)
-        entry = self._roster.entries.get(pod.wish.key)
         wanted = pod.wish.settings
         return {
             **pod.row(),
             "settings": None if wanted is None else self._reconciler.with_defaults(wanted),
-            "sandbox": pod.wish.sandbox_id,
-            "labels": dict(entry.record.labels) if entry else None,
-            "annotations": dict(entry.record.annotations) if entry else None,
-            "host_network": entry.record.host_network if entry else False,
+            **self._roster.known(pod.wish),
         }
 
     async def _explain(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -353,8 +366,13 @@ def _policy(config: Config) -> Policy:
         exclude_namespaces=config.exclude_namespaces,
         mode="ambient" if config.capture == "ambient" else "sidecar",
         ambient=config.ambient,
-        own_namespace=os.environ.get("POD_NAMESPACE", ""),
+        own_namespace=own_namespace(),
     )
+
+
+def _how(config: Config) -> dict[str, Any]:
+    """Return how pods are kept."""
+    return {name: getattr(config, name) for name in ("mode", "backend", "guard", "gate")}
 
 
 def _places(config: Config) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """What runs in the daemon for as long as it is configured so: its sources and its watcher."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,8 @@ from agent.cni.installer import BIN_DIR, Place
 from agent.cni.watcher import State, Watcher
 from agent.formats.cni_config import Entry
 from agent.node.config import Config
-from agent.node.source import Source, Update
+from agent.node.kube.around import Around
+from agent.node.source import KUBERNETES, Source, Update
 from agent.node.static_source import StaticSource
 
 WATCHER = "watcher"
@@ -60,30 +61,61 @@ class Parts:
         return frozenset(ended)
 
 
-def parts_of(
-    config: Config, hear: Callable[[Source, Update], None], hear_cni: Callable[[State], None]
-) -> dict[str, Part]:
+@dataclass(frozen=True, slots=True)
+class Ears:
+    """Who is told what: pods by any source, the state of the plugin's entry, and what the API
+    server needs of the rest. Sources of what runs begin after `ahead`, so that they find what is
+    known of it."""
+
+    pods: Callable[[Source, Update], None]
+    cni: Callable[[State], None]
+    around: Callable[[], Around]
+    ahead: Callable[[], Awaitable[None]]
+
+
+def parts_of(config: Config, ears: Ears) -> dict[str, Part]:
     """Return what is to run by a configuration. Nothing is opened before it runs.
 
     Raises: InvalidSettings for what only shows here.
     """
     parts = {}
+    if config.kubernetes.kubeconfig != "none" and (cluster := _cluster(config, ears)):
+        parts[KUBERNETES] = cluster
     if config.static:
-        parts["static"] = _source(StaticSource(config.static), config.static, hear)
+        parts["static"] = _source(StaticSource(config.static), config.static, ears)
     if config.cri_endpoint != "none":
         # Here and not above: it brings gRPC, which an agent without a runtime may never need.
         from agent.node.cri.client import CriClient
         from agent.node.cri.source import CriSource
 
         source = CriSource(CriClient(config.cri_endpoint))
-        parts["cri"] = _source(source, config.cri_endpoint, hear)
+        parts["cri"] = _source(source, config.cri_endpoint, ears)
     if config.cni_conf_dir is not None:
-        parts[WATCHER] = _watcher(config, hear_cni)
+        parts[WATCHER] = _watcher(config, ears.cni)
     return parts
 
 
-def _source(source: Source, made_of: object, hear: Callable[[Source, Update], None]) -> Part:
-    return Part(source, made_of, lambda: source.run(partial(hear, source)))
+def _cluster(config: Config, ears: Ears) -> Part | None:
+    # Here and not above: it brings TLS and HTTP, which an agent on a plain host never needs.
+    from agent.node.kube.access import credentials
+    from agent.node.kube.cluster import Cluster
+
+    known = config.kubernetes
+    access = credentials(known.kubeconfig, known.context)
+    if access is None:
+        return None
+    cluster = Cluster(access, known, config.state_dir, ears.around())
+    return Part(
+        cluster, (known, config.state_dir), lambda: cluster.run(partial(ears.pods, cluster))
+    )
+
+
+def _source(source: Source, made_of: object, ears: Ears) -> Part:
+    async def run() -> None:
+        await ears.ahead()
+        await source.run(partial(ears.pods, source))
+
+    return Part(source, made_of, run)
 
 
 def _watcher(config: Config, hear_cni: Callable[[State], None]) -> Part:

@@ -124,7 +124,7 @@ class PodFinder:
             self._said("the container runtime", model_of(record)) if record is not None else None
         )
         said = self._of_agent(about)
-        started = about.get("source") in AT_THE_START
+        started = about.get("said_by") in AT_THE_START
         if created is None and started:
             created = said
         now = None if started else said
@@ -153,14 +153,19 @@ class PodFinder:
             annotations=about["annotations"],
             host_network=_flag(about),
         )
-        return self._said(f"the running agent, from {about['source']}", pod)
+        namespace = Namespace(
+            name=pod.namespace,
+            labels=about.get("namespace_labels"),
+            left=about.get("namespace_left") is True,
+        )
+        return self._said(f"the running agent, from {about['said_by']}", pod, namespace)
 
-    def _said(self, who: str, pod: Pod) -> Said:
+    def _said(self, who: str, pod: Pod, namespace: Namespace | None = None) -> Said:
         return Said(
             who=who,
             labels=pod.labels or {},
             annotations=pod.annotations or {},
-            decision=decide(pod, Namespace(name=pod.namespace), self._policy),
+            decision=decide(pod, namespace or Namespace(name=pod.namespace), self._policy),
         )
 
     def _containers(self, record: PodRecord | None) -> Mapping[str, str]:

@@ -80,6 +80,7 @@ def _with_spec(known: Pod, spec: Mapping[str, object], reader: "_Reader") -> Pod
 def _containers(spec: Mapping[str, object], key: str, reader: "_Reader") -> Iterator[Container]:
     for at, entry in reader.mappings(spec, key, SPEC):
         context = reader.mapping(entry, CONTEXT, at)
+        added = reader.mapping(context, "capabilities", (*at, CONTEXT))
         if entry.get("name") is None:
             reader.wrong((*at, "name"), "it is missing")
         yield Container(
@@ -91,6 +92,8 @@ def _containers(spec: Mapping[str, object], key: str, reader: "_Reader") -> Iter
             env=_environment(entry, at, reader),
             run_as_user=reader.number(context, "runAsUser", (*at, CONTEXT)),
             run_as_group=reader.number(context, "runAsGroup", (*at, CONTEXT)),
+            privileged=reader.flag(context, "privileged", (*at, CONTEXT)),
+            capabilities=reader.items(added, "add", (*at, CONTEXT, "capabilities")),
         )
 
 

@@ -12,9 +12,10 @@ from enum import StrEnum
 
 from agent.model import ambient_pod
 from agent.model import annotations as names
+from agent.model.mesh import inject_word, outside_the_mesh
 from agent.model.pod import INIT, PROXY, Namespace, Pod, Policy
 from agent.model.remarks import remarks
-from agent.model.values import AMBIENT, FALSE_WORDS, shown
+from agent.model.values import AMBIENT, FALSE_WORDS, TRUE_WORDS, shown
 
 
 class Reason(StrEnum):
@@ -31,6 +32,7 @@ class Reason(StrEnum):
     PROXY_DISABLED = "proxy-disabled"
     PROXY_TYPE = "proxy-type"
     INJECT_FALSE = "inject-false"
+    NAMESPACE_LEFT = "namespace-left"
     AMBIENT = "ambient"
     MODE_NONE = "mode-none"
     RUNTIME_CLASS = "runtime-class"
@@ -132,7 +134,7 @@ def _unknown(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
             "K8S_POD_NAME and K8S_POD_NAMESPACE are missing: this is no pod of Kubernetes",
         )
     unknown = f"the annotations of {pod.title} are not known here and it could not be looked up"
-    outside = _outside_the_mesh(namespace)
+    outside = outside_the_mesh(namespace)
     if outside:
         text = f"{unknown}, but {outside}, so it starts and is looked at again"
     elif policy.closed:
@@ -141,23 +143,6 @@ def _unknown(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
         text = f"{unknown}; it starts uncaptured (failure policy open) and is looked at again"
     refuse = policy.closed and not outside
     return _left(Reason.UNKNOWN_POD, text, certain=False, refuse=refuse)
-
-
-def _outside_the_mesh(namespace: Namespace) -> str:
-    """Return why no pod of a namespace is expected to be injected, or nothing."""
-    if namespace.name in names.NEVER_INJECTED:
-        return f"Istio never injects pods of namespace {namespace.name}"
-    if namespace.labels is None:
-        return ""
-    injection = namespace.labels.get(names.INJECTION)
-    if injection == "disabled":
-        return f"label {names.INJECTION} of namespace {namespace.name} is 'disabled'"
-    marks = (injection, namespace.labels.get(names.REVISION))
-    if any(marks) or namespace.labels.get(names.DATAPLANE_MODE) == "ambient":
-        return ""
-    return (
-        f"namespace {namespace.name} has neither label {names.INJECTION} nor label {names.REVISION}"
-    )
 
 
 def _ambient(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
@@ -240,12 +225,12 @@ def _no_proxy(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None
 
 
 def _why_not_injected(pod: Pod, namespace: Namespace) -> str:
-    kind, value = _inject(pod)
+    kind, value = inject_word(pod)
     if value in FALSE_WORDS:
         return f" ({kind} {names.INJECT} is {shown(value)})"
     if pod.label(names.DATAPLANE_MODE) == "none":
         return f" (label {names.DATAPLANE_MODE} is 'none')"
-    outside = _outside_the_mesh(namespace)
+    outside = outside_the_mesh(namespace)
     return f" ({outside})" if outside else ""
 
 
@@ -278,16 +263,8 @@ def _by_template(pod: Pod, reason: Reason, meaning: str) -> Decision | None:
     return _left(reason, f"annotation {names.TEMPLATES} is {value}: {meaning}", certain=False)
 
 
-def _inject(pod: Pod) -> tuple[str, str | None]:
-    """Return what says whether a sidecar is wanted: the label, or else the annotation."""
-    label = pod.label(names.INJECT)
-    if label is not None:
-        return "label", label
-    return "annotation", pod.annotation(names.INJECT)
-
-
 def _inject_false(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
-    kind, value = _inject(pod)
+    kind, value = inject_word(pod)
     if value not in FALSE_WORDS:
         return None
     return _left(
@@ -304,6 +281,22 @@ def _no_status(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | Non
         Reason.NOT_INJECTED,
         f"there is a container {PROXY}, but annotation {names.STATUS} is missing: it was not put "
         "there by the injector",
+    )
+
+
+def _namespace_left(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
+    """Whoever takes the label from a namespace takes its pods out of the mesh (field report 62).
+
+    What is in the pod counts more where a namespace never had one: it was injected some other way.
+    """
+    asks = inject_word(pod)[1] in TRUE_WORDS or pod.label(names.REVISION)
+    if not namespace.left or asks:
+        return None
+    return _left(
+        Reason.NAMESPACE_LEFT,
+        f"namespace {namespace.name} was taken out of the mesh ({outside_the_mesh(namespace)}), "
+        f"and no label {names.INJECT} of the pod is 'true'",
+        certain=pod.labels is not None,
     )
 
 
@@ -347,6 +340,7 @@ _RULES: tuple[Callable[[Pod, Namespace, Policy], Decision | None], ...] = (
     _proxy_type,
     _inject_false,
     _no_status,
+    _namespace_left,
     _mode_none,
     _runtime_class,
 )

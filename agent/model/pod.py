@@ -33,6 +33,8 @@ class Container:
     env: Mapping[str, str | None] = field(default_factory=dict)
     run_as_user: int | None = None
     run_as_group: int | None = None
+    privileged: bool = False
+    capabilities: tuple[str, ...] = ()  # those that are added
 
     @property
     def at(self) -> Place:
@@ -98,10 +100,14 @@ class Pod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
-    """A Kubernetes namespace; its labels are None when they are not known."""
+    """A Kubernetes namespace; its labels are None when they are not known.
+
+    `left` tells that it was in the mesh by its labels once, and is not any more.
+    """
 
     name: str
     labels: Mapping[str, str] | None = None
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

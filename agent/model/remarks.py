@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from agent.model import annotations as names
+from agent.model import values
 from agent.model.istio_names import BY_PREFIX
 from agent.model.note import Note
 from agent.model.numbers import PROXY_ID
@@ -21,6 +22,7 @@ CLOSE = 0.8
 
 # The mesh's own containers run as the proxy's user on purpose.
 MESH_CONTAINERS = frozenset({PROXY, INIT, "istio-validation", "enable-core-dump"})
+POWERS = frozenset({"ALL", "NET_ADMIN", "SYS_ADMIN"})
 AMBIENT = ("ambient.istio.io/bypass-inbound-capture", "ambient.istio.io/dns-capture")
 
 # Of prefixes other than Istio's, only these last words give a slip away: few others have them.
@@ -48,6 +50,15 @@ def notes(pod: Pod, raw: Mapping[str, object] | None) -> tuple[Note, ...]:
         found += (_proxy(pod, settings), _collisions(pod, settings), _deprecated(pod))
         found += (_inbound(pod, settings), _outbound(pod, settings), _networks(settings))
     return tuple(note for kind in found for note in islice(kind, MAX_OF_A_KIND))
+
+
+def risks(pod: Pod, raw: Mapping[str, object]) -> tuple[str, ...]:
+    """Return how traffic of a captured pod may get past its proxy, as its manifest shows."""
+    settings = parse(parsable(raw))
+    # The node's own proxy is known by a mark, and not by who it is.
+    collisions = () if settings.mode == values.AMBIENT else _collisions(pod, settings)
+    found = (*collisions, *_powers(pod))
+    return tuple(note.text for note in islice(found, MAX_OF_A_KIND))
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -295,6 +306,19 @@ def _collisions(pod: Pod, settings: Settings) -> Iterator[Note]:
                     hint=f"give it another {field}{_whose(container)}",
                     at=pod.identity_at(container, field),
                 )
+
+
+def _powers(pod: Pod) -> Iterator[Note]:
+    """Who may change rules can undo the capture (field report 100)."""
+    for container in pod.containers or ():
+        held = POWERS.intersection(word.removeprefix("CAP_") for word in container.capabilities)
+        if container.name in MESH_CONTAINERS or not (held or container.privileged):
+            continue
+        why = "is privileged" if container.privileged else f"holds {' and '.join(sorted(held))}"
+        yield Note(
+            message=f"container {_name(container.name)} {why}, so it can undo the capture",
+            at=container.at,
+        )
 
 
 def _whose(container: Container) -> str:

@@ -11,11 +11,13 @@ from agent.model.errors import InvalidSettings
 from agent.model.pod import Policy
 from agent.model.settings import parse
 from agent.model.state import BACKENDS, EBPF
-from agent.model.values import AMBIENT, GATES, GUARDS, MAX_PORT, SIDECAR
+from agent.model.values import AMBIENT, GATES, GUARDS, MAX_PORT, SIDECAR, BadValue, boolean
 from agent.model.values import MODES as CAPTURES
 
 RUN_DIR = Path("/run/intercept-agent")
 MODES = ("observe", "alert", "repair")
+REPAIRS = ("program", "event", "label", "delete")
+API_SERVERS = ("auto", "in-cluster", "none")  # or the path of a kubeconfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,25 @@ class StaticPod:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kubernetes:
+    """How the API server is reached, and what is done by it.
+
+    `kubeconfig` is a path, `in-cluster`, `none`, or `auto`: in-cluster where a service account is
+    mounted. `repair` is what is done about a pod that runs without its capture, `unsafe` what is
+    done instead of programming it where that would reset connections. `taint` is the key of the
+    node's taint that is removed while the agent is ready; none: the node is left alone.
+    """
+
+    kubeconfig: str = "auto"
+    context: str | None = None
+    node: str | None = None
+    repair: str = "program"
+    unsafe: str = "event"
+    taint: str | None = None
+    events: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """What one agent is to do. Every field has a default that works on a plain host."""
 
@@ -46,6 +67,7 @@ class Config:
     gate: str = "listener"
     guard: str | None = "standing"  # None: as it stands
     cri_endpoint: str | None = None
+    kubernetes: Kubernetes = Kubernetes()
     cni_conf_dir: Path | None = None
     cni_bin_dir: Path | None = None
     cni_program: Path | None = None  # what to install as the plugin; None: the Python one
@@ -67,6 +89,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "gate": (),
     "guard": (),
     "cri": ("endpoint",),
+    "kubernetes": ("kubeconfig", "context", "node", "repair", "unsafe", "taint", "events"),
     "cni": ("conf_dir", "bin_dir", "program"),
     "health": ("address", "port"),
     "status": ("address", "port"),
@@ -135,6 +158,7 @@ class _Reader:
             gate=self._choice("gate", GATES, fresh.gate),
             guard=self._guard(mode),
             cri_endpoint=self._text(self._section("cri"), "endpoint"),
+            kubernetes=self._kubernetes(),
             cni_conf_dir=self._path(cni, "conf_dir", None),
             cni_bin_dir=self._path(cni, "bin_dir", None),
             cni_program=self._path(cni, "program", None),
@@ -157,6 +181,34 @@ class _Reader:
             parse({key: value for key, value in raw.items() if key not in FOUND_OUT_LATER})
         except InvalidSettings as error:
             self.problems += (f"{where}: {problem}" for problem in error.problems)
+
+    def _kubernetes(self) -> Kubernetes:
+        section, fresh = self._section("kubernetes"), Kubernetes()
+        kubeconfig = self._text(section, "kubeconfig") or fresh.kubeconfig
+        if kubeconfig not in API_SERVERS and not kubeconfig.startswith("/"):
+            allowed = f"{', '.join(API_SERVERS)} or the absolute path of a kubeconfig"
+            self.problems.append(f"kubernetes.kubeconfig: {kubeconfig!r} is none of {allowed}")
+        choices = {}
+        for key, default in (("repair", fresh.repair), ("unsafe", fresh.unsafe)):
+            choices[key] = str(section.get(key, default))
+            if choices[key] not in REPAIRS:
+                allowed = ", ".join(REPAIRS)
+                self.problems.append(f"kubernetes.{key}: {choices[key]!r} is none of {allowed}")
+        return Kubernetes(
+            kubeconfig=kubeconfig,
+            context=self._text(section, "context"),
+            node=self._text(section, "node"),
+            taint=self._text(section, "taint"),
+            events=self._flag("kubernetes.events", section.get("events", fresh.events)),
+            **choices,
+        )
+
+    def _flag(self, key: str, value: object) -> bool:
+        try:
+            return boolean(value)
+        except BadValue as error:
+            self.problems.append(f"{key}: {error}")
+            return False
 
     def _section(self, key: str) -> Mapping[str, Any]:
         found = self._raw.get(key) or {}

@@ -5,13 +5,13 @@ from dataclasses import asdict
 
 from agent.model import ambient_pod, annotations
 from agent.model.errors import AgentError
-from agent.model.pod import AUTO, Policy, parsable
+from agent.model.pod import AUTO, parsable
 from agent.model.settings import dump, parse
 from agent.model.values import AMBIENT
 from agent.node.config import Config
 from agent.node.pod import Pod
 from agent.node.reconciler import Reconciler
-from agent.node.roster import Entry, Roster, decision_for, model_of
+from agent.node.roster import Entry, Roster, decision_for, model_of, with_facts
 
 DEFAULT = "default"
 CONFIGURATION = "the agent's configuration"
@@ -24,21 +24,21 @@ async def explain(
     """Return one pod's explanation as plain values; it looks into the namespace."""
     entry = roster.entries.get(pod.wish.key)
     found: dict[str, object] = {
-        "decision": _decision(entry, pod, roster.policy),
+        "decision": _decision(entry, pod, roster),
         "mode": _choice("mode", config.mode, CONFIGURATION),
         "backend": _backend(config.backend, pod.backend),
     }
     if pod.wish.settings is not None:
         settings = reconciler.with_defaults(pod.wish.settings)
         of_the_node = dict.fromkeys(settings.keys() - pod.wish.settings.keys(), CONFIGURATION)
-        by = of_the_node | _by(pod.wish.settings, entry, roster.policy)
+        by = of_the_node | _by(pod.wish.settings, entry, roster)
         found["settings"] = _settings(settings, by)
         found["findings"] = await _findings(reconciler, pod)
     return {"pod": pod.row(), **found}  # at last, since looking can change how the pod stands
 
 
-def _decision(entry: Entry | None, pod: Pod, policy: Policy) -> dict[str, object]:
-    decision = decision_for(entry.record, policy) if entry else None
+def _decision(entry: Entry | None, pod: Pod, roster: Roster) -> dict[str, object]:
+    decision = decision_for(entry.record, roster.policy, roster.facts) if entry else None
     if decision is None:  # the configuration says it, or the plugin did before a restart
         captured = pod.wish.settings is not None
         said = {"captured": captured, "reason": pod.wish.reason, "text": pod.wish.text}
@@ -77,15 +77,15 @@ def _found_out(raw: Mapping[str, object], values: Mapping[str, object]) -> tuple
     return (*found, f"{SERVERS}_v4", f"{SERVERS}_v6")
 
 
-def _by(raw: Mapping[str, object], entry: Entry | None, policy: Policy) -> dict[str, str]:
+def _by(raw: Mapping[str, object], entry: Entry | None, roster: Roster) -> dict[str, str]:
     if entry is None:
         return dict.fromkeys(raw, "what the plugin was told when the pod started")
     if entry.record.settings is not None:
         return dict.fromkeys(raw, "static in the agent's configuration")
-    pod = model_of(entry.record)
+    found = with_facts(model_of(entry.record), roster.facts)
     if raw.get("mode") == AMBIENT:
-        return ambient_pod.origins(pod, policy.ambient)
-    return annotations.origins(pod, policy.defaults)
+        return ambient_pod.origins(found, roster.policy.ambient)
+    return annotations.origins(found, roster.policy.defaults)
 
 
 async def _findings(reconciler: Reconciler, pod: Pod) -> dict[str, object]:
@@ -93,7 +93,7 @@ async def _findings(reconciler: Reconciler, pod: Pod) -> dict[str, object]:
         found = asdict(await reconciler.check(pod.wish))
     except AgentError as error:
         return {"error": str(error)}
-    del found["backend"]
+    del found["backend"], found["bare"]
     return found
 
 

@@ -16,6 +16,7 @@ class Findings:
     foreign: tuple[str, ...]
     warnings: tuple[str, ...]
     guarded: bool  # whether the standing guard is whole: nothing gets past the proxy
+    bare: bool  # whether there never was a capture
 
     @classmethod
     def of(cls, found: Mapping[str, object]) -> "Findings":
@@ -25,6 +26,7 @@ class Findings:
             backend=str(found["backend"]),
             in_sync=bool(found["in_sync"]),
             guarded=bool(found["guarded"]),
+            bare=bool(found.get("bare")),
             **lines,
         )
 

@@ -6,10 +6,11 @@ worker, one after the other, so a scan never takes more than one of its threads.
 
 import asyncio
 import contextlib
+import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ FEW_S = 20.0
 SHARE = 0.005
 
 Document = Mapping[str, Any]
+Subject = tuple[str, str, dict[str, object]]
+"""A place, the path of its namespace, and what the worker is to be told of it."""
 Key = tuple[str, str, str]
 """What makes a finding the same as before: its place, its kind and its owner."""
 
@@ -60,9 +63,12 @@ class LeftoverWatch:
         self._cni = cni
         self._first_pause_s = first_pause_s
         self._news = asyncio.Event()
+        self._asked: dict[str, Pod] = {}
+        self._asked_for = asyncio.Event()
+        self._looks = itertools.count(1)
         self._seen: set[Key] = set()
         self._told: set[Key] = set()
-        self._findings: list[Document] = []
+        self._found: dict[str, tuple[int, list[Document]]] = {}  # by place, with the look's number
         self._scanned: dict[str, object] = {"namespaces": 0, "time": None, "failed": []}
 
     def poke(self) -> None:
@@ -71,10 +77,32 @@ class LeftoverWatch:
 
     def document(self) -> dict[str, object]:
         """Return the last scan as `scan -o json` has it."""
-        return {"findings": list(self._findings), "scanned": dict(self._scanned)}
+        return {"findings": self._findings(), "scanned": dict(self._scanned)}
+
+    def look_at(self, pod: Pod) -> None:
+        """Look at one pod at once: what is decided about it has turned."""
+        self._asked[pod.wish.key] = pod
+        self._asked_for.set()
+        self.poke()
 
     async def run(self) -> None:
         """Scan until cancelled: soon after news, and then ever more rarely."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._look_when_asked())
+            group.create_task(self._scan_at_times())
+
+    async def _look_when_asked(self) -> None:
+        while True:
+            await self._asked_for.wait()
+            self._asked_for.clear()
+            asked, self._asked = self._asked, {}
+            for pod in asked.values():
+                for subject in self._subject(pod):
+                    await self._look_into(subject)
+            self._count()
+            self._tell({pod.wish.label for pod in asked.values()})
+
+    async def _scan_at_times(self) -> None:
         pause_s = self._first_pause_s
         while True:
             with contextlib.suppress(TimeoutError):
@@ -89,35 +117,55 @@ class LeftoverWatch:
 
     async def scan(self) -> None:
         """Look into the node's namespace and every pod's, and tell what is new and what is gone."""
-        found: list[Document] = []
-        failed: list[str] = []
-        looked = 0
-        for name, path, request in self._subjects():
-            try:
-                found += await self._look(path, request)
-                looked += 1
-            except (AgentError, OSError) as error:
-                failed.append(f"{name}: {error}")
-        self._findings = found
+        subjects = self._subjects()
+        failed = [said for subject in subjects if (said := await self._look_into(subject))]
+        names = {name for name, _, _ in subjects}
+        self._found = {name: found for name, found in self._found.items() if name in names}
+        looked = len(subjects) - len(failed)
         self._scanned = {"namespaces": looked, "time": time.time(), "failed": failed}
-        counts = Counter(str(finding["kind"]) for finding in found)
-        self._meter.found_leftovers({kind.value: counts[kind.value] for kind in Kind})
-        self._tell(found)
+        self._count()
+        self._tell()
 
-    def _subjects(self) -> list[tuple[str, str, dict[str, object]]]:
-        subjects: list[tuple[str, str, dict[str, object]]] = []
+    def _findings(self) -> list[Document]:
+        return [finding for _, found in self._found.values() for finding in found]
+
+    def _count(self) -> None:
+        counts = Counter(str(finding["kind"]) for finding in self._findings())
+        self._meter.found_leftovers({kind.value: counts[kind.value] for kind in Kind})
+
+    def _subjects(self) -> list[Subject]:
+        subjects: list[Subject] = []
         with contextlib.suppress(AgentError), netns.open_target("host")[0] as host:
             names = ("conf_dir", "bin_dir")
             folders = {n: str(p) if p else None for n, p in zip(names, self._cni(), strict=True)}
             subjects.append(("host", host.path, {"name": "host", "host": True, "cni": folders}))
         for pod in self._pods():
-            if pod.wish.netns is None:
-                continue
-            wants = wants_capture(pod.wish.reason, captured=pod.wish.settings is not None)
-            about = {"title": pod.wish.label, "wants": wants, "reason": pod.wish.text}
-            request = {"name": f"pod:{pod.wish.label}", "host": False, "pod": about}
-            subjects.append((pod.wish.label, pod.wish.netns, request))
+            subjects += self._subject(pod)
         return subjects
+
+    def _subject(self, pod: Pod) -> list[Subject]:
+        if pod.wish.netns is None:
+            return []
+        wants = wants_capture(pod.wish.reason, captured=pod.wish.settings is not None)
+        about = {"title": pod.wish.label, "wants": wants, "reason": pod.wish.text}
+        request = {"name": f"pod:{pod.wish.label}", "host": False, "pod": about}
+        return [(pod.wish.label, pod.wish.netns, request)]
+
+    async def _look_into(self, subject: Subject) -> str:
+        """Keep what is found in one place, and return why nothing could be, if so.
+
+        A look that began before another one ended says nothing new.
+        """
+        (name, path, request), number = subject, next(self._looks)
+        found: list[Document] = []
+        failed = ""
+        try:
+            found = await self._look(path, request)
+        except (AgentError, OSError) as error:
+            failed = f"{name}: {error}"
+        if self._found.get(name, (0, ()))[0] < number:
+            self._found[name] = (number, found)
+        return failed
 
     async def _look(self, path: str, request: Mapping[str, Any]) -> list[Document]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -128,17 +176,18 @@ class LeftoverWatch:
         found = answer["findings"]
         return found if isinstance(found, list) else []
 
-    def _tell(self, found: Iterable[Document]) -> None:
+    def _tell(self, turned: Collection[str] = ()) -> None:
         """Add an event for each finding that is new, and for each that is gone.
 
         What is not critical is told when it is seen for the second time: a proxy that has only just
-        been started does not listen yet.
+        been started does not listen yet. That a pod no longer asks for its capture is told at once.
         """
-        now = {_key(finding): finding for finding in found}
+        now = {_key(finding): finding for finding in self._findings()}
         for key, finding in now.items():
+            place, kind, owner = key
+            due = kind == Kind.STALE_CAPTURE and place in turned
             lasting = key in self._seen or finding["severity"] == Severity.CRITICAL
-            if lasting and key not in self._told:
-                place, kind, owner = key
+            if (lasting or due) and key not in self._told:
                 self._told.add(key)
                 self._events.add("leftover", place, f"{kind} ({owner}): {finding['explanation']}")
         for place, kind, owner in sorted(self._told - now.keys()):

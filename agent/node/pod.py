@@ -48,6 +48,7 @@ class Pod:
     backend: str | None = None
     detail: str = ""
     enrolled: bool = False
+    announced: bool = False  # by the plugin, before anything ran in it
     failures: int = 0
     pause_s: float = FIRST_PAUSE_S
     settle_s: float = SETTLE_S
@@ -59,10 +60,26 @@ class Pod:
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
     published: Mapping[str, object] | None = None  # its last row
+    asked: Mapping[str, object] | None = None  # the last settings that were wished
 
     def __post_init__(self) -> None:
+        self.asked = self.wish.settings
         self.changes = News(self._changed)
         self.gate = Gate(self.wake.set)
+
+    def turn_to(self, wish: Wish) -> None:
+        """Take another wish; what differs because of that is no drift."""
+        if wish.sandbox_id != self.wish.sandbox_id:
+            self.enrolled = self.announced = False
+        if wish.settings is not None:
+            self.enrolled = self.enrolled and wish.settings == self.asked
+            self.asked = wish.settings
+        self.wish, self.pause_s, self.failures = wish, FIRST_PAUSE_S, 0
+        self.wake.set()
+
+    def asks_for(self, wish: Wish) -> bool:
+        """Whether what was done by a wish still is what is wished."""
+        return self.asked == wish.settings and self.wish.sandbox_id == wish.sandbox_id
 
     def _changed(self) -> None:
         """Look soon; where the worker is gone, which ends the news, that look asks for it anew."""

@@ -16,12 +16,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, ConnectionsAtRisk
 from agent.node.events import Events
 from agent.node.feed import Change
 from agent.node.findings import Findings
 from agent.node.pod import FIRST_PAUSE_S, SETTLE_S, Pod, Wish
-from agent.node.worker_client import WorkerGone
+from agent.node.worker_client import JobFailed, WorkerGone
 
 GROWTH = 3.0  # of the pause between two looks that found nothing
 LONGEST_PAUSE_S = 120.0
@@ -31,6 +31,7 @@ LONGEST_PAUSE_IF_TOLD_S = 600.0
 LONGEST_RETRY_S = 60.0
 JITTER = 0.2
 LONGEST_SETTLE_S = 10.0
+LATE = "it ran without its capture, which was added"
 CALM_S = 16.0  # a capture that was found whole after such a pause has held
 
 
@@ -52,6 +53,11 @@ class Meter(Protocol):
     def removed(self, result: str, reason: str) -> None: ...
 
 
+Remedy = Callable[[Wish, str], str]
+"""What is done about a pod that runs without its capture: nothing for programming it, or a sentence
+that says what else. The text is why that would cut connections, where it would."""
+
+
 class Reconciler:
     """All pods of the node and the tasks that keep them. For one event loop."""
 
@@ -70,6 +76,7 @@ class Reconciler:
     ) -> None:
         """`publish` is told of every pod that changes, and of every pod that is forgotten."""
         self.pods: dict[str, Pod] = {}
+        self.remedy: Remedy | None = None  # None: every pod is programmed in place
         self._jobs = jobs
         self._events = events
         self._meter = meter
@@ -103,11 +110,14 @@ class Reconciler:
             pod = self.pods[wish.key] = Pod(wish)
             pod.task = asyncio.create_task(self._keep(pod), name=f"pod {wish.label}")
         elif pod.wish != wish:
-            pod.enrolled = pod.enrolled and wish.sandbox_id == pod.wish.sandbox_id
-            pod.wish, pod.pause_s, pod.failures = wish, FIRST_PAUSE_S, 0
-            pod.wake.set()
+            pod.turn_to(wish)
         self._tell(pod)
         return pod
+
+    def runs_uncaptured(self, key: str) -> bool:
+        """Whether a pod is there that should be captured and was not found so, or made so, yet."""
+        pod = self.pods.get(key)
+        return pod is not None and pod.wish.settings is not None and not pod.enrolled
 
     async def forget(self, key: str) -> None:
         """Stop keeping a pod that is gone. Its namespace is left as it is."""
@@ -135,6 +145,7 @@ class Reconciler:
 
         Raises: AgentError with the reason why it could not be done.
         """
+        pod.announced = True
         async with pod.busy:
             try:
                 await self._apply(pod)
@@ -215,11 +226,31 @@ class Reconciler:
         pod.state = "repairing"
         self._tell(pod)
         told, since_s = pod.told_s is not None, pod.told_s or pod.whole_s
+        if self.remedy is not None and found.bare and not (drifted or pod.announced):
+            await self._come_late(pod, self.remedy)
+            return
         await self._apply(pod)
         if drifted:
             pod.settle_s = min(pod.settle_s * 2, LONGEST_SETTLE_S)
             gap = "the guard kept the pod closed" if found.guarded else _gap(since_s, told)
             self._drifted(pod, f"{found.text} ({gap})", "repaired")
+
+    async def _come_late(self, pod: Pod, remedy: Remedy) -> None:
+        """Do what the policy says about a pod that has run without its capture so far."""
+        wish = pod.wish
+        said = remedy(wish, "")
+        if not said:
+            try:
+                done = await self._apply(pod, careful=True)
+            except JobFailed as error:
+                if error.kind != ConnectionsAtRisk.__name__:
+                    raise
+                said = remedy(wish, str(error))
+                done = None if said else await self._apply(pod)
+            if done is not None and wish is pod.wish:
+                self._events.add("captured-late", wish.label, LATE + _spared(done))
+        if said:
+            pod.state, pod.detail = "drifted", said
 
     def _drifted(self, pod: Pod, shown: str, result: str) -> None:
         repaired = result == "repaired"
@@ -231,14 +262,15 @@ class Reconciler:
         if repaired or self._mode != "observe":
             self._events.add(f"drift-{result}", pod.wish.label, shown)
 
-    async def _apply(self, pod: Pod) -> None:
+    async def _apply(self, pod: Pod, *, careful: bool = False) -> Mapping[str, object] | None:
+        """Return what was done, or nothing where nothing is to be done yet, or any more."""
         wish = pod.wish
         if wish.settings is None:
-            return  # said meanwhile: what is there stays
+            return None  # said meanwhile: what is there stays
         if not pod.enrolled and await self._may_pass(pod, wish):
-            return
+            return None
         falls = pod.gate.falls(wish.sandbox_id)
-        done = await self._job(pod, wish, "apply")
+        done = await self._job(pod, wish, "apply", careful=careful)
         pod.backend = str(done["backend"])
         if falls:
             pod.gate.shut(wish.sandbox_id)
@@ -247,11 +279,12 @@ class Reconciler:
         pod.pause_s, pod.whole_s, pod.told_s = FIRST_PAUSE_S, time.monotonic(), None
         if done["changed"]:
             self._meter.applied(float(str(done["duration_ms"])) / 1000)
-        if not pod.enrolled:
+        if not pod.enrolled and pod.asks_for(wish):
             pod.enrolled = True
             self._meter.enrolled("done", wish.reason)
-            how = f"captured by {pod.backend}: {wish.text}"
+            how = f"captured by {pod.backend}: {wish.text}{_spared(done)}"
             self._events.add("captured", wish.label, how)
+        return done
 
     async def _may_pass(self, pod: Pod, wish: Wish) -> bool:
         """Whether the gate is open, so that there is nothing to do until the proxy listens."""
@@ -271,7 +304,9 @@ class Reconciler:
     def _wished_gate(self, wish: Wish) -> str:
         return str(self.with_defaults(wish.settings or {})["gate"])
 
-    async def _job(self, pod: Pod, wish: Wish, job: str, *pipe: int) -> Mapping[str, object]:
+    async def _job(
+        self, pod: Pod, wish: Wish, job: str, *pipe: int, **more: bool
+    ) -> Mapping[str, object]:
         """Have a job done by a wish, which the pod may have had before it got another."""
         path, started = wish.netns, time.monotonic()
         if path is None:
@@ -285,19 +320,21 @@ class Reconciler:
             ) from error
         try:
             try:
-                return await self._ask(pod, wish, job, fd, *pipe)
+                return await self._ask(pod, wish, job, fd, *pipe, **more)
             except WorkerGone:  # once more: it is started again, and jobs may be repeated
-                return await self._ask(pod, wish, job, fd, *pipe)
+                return await self._ask(pod, wish, job, fd, *pipe, **more)
         finally:
             os.close(fd)
             if not pod.enrolled:
                 self._meter.phase(job, time.monotonic() - started)
 
-    async def _ask(self, pod: Pod, wish: Wish, job: str, *fds: int) -> Mapping[str, object]:
+    async def _ask(
+        self, pod: Pod, wish: Wish, job: str, *fds: int, **more: bool
+    ) -> Mapping[str, object]:
         gate = pod.gate.settings(self._wished_gate(wish), wish.sandbox_id)
         settings = {**self.with_defaults(wish.settings or {}), **gate}
         return await self._jobs.job(
-            job, *fds, settings=settings, backend=self._backend, name=wish.netns
+            job, *fds, settings=settings, backend=self._backend, name=wish.netns, **more
         )
 
     def with_defaults(self, settings: Mapping[str, object]) -> Mapping[str, object]:
@@ -312,6 +349,12 @@ class Reconciler:
             self._events.add("failed", pod.wish.label, said)
             self._meter.enrolled("failed", pod.wish.reason)
         pod.state, pod.detail = "failed", said
+
+
+def _spared(done: Mapping[str, object]) -> str:
+    """Say what goes on past the proxy: connections that were there before it was asked for."""
+    number = int(str(done.get("spared", 0)))
+    return f"; {number} connections that were open go on past the proxy" if number else ""
 
 
 def _gap(since_s: float, told: bool) -> str:

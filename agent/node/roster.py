@@ -2,15 +2,26 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from agent.model.decision import Decision, decide
-from agent.model.pod import Namespace, Policy
+from agent.model.decision import Decision, Reason, decide
 from agent.model.pod import Pod as ModelPod
+from agent.model.pod import Policy
+from agent.model.remarks import risks
 from agent.node.memory import Memory
 from agent.node.pod import Pod, Wish
 from agent.node.reconciler import Reconciler
-from agent.node.source import Changed, Gone, PodRecord, Snapshot, Update
+from agent.node.source import (
+    KUBERNETES,
+    NOTHING_KNOWN,
+    Changed,
+    Described,
+    Facts,
+    Gone,
+    PodRecord,
+    Snapshot,
+    Update,
+)
 
 PLUGIN = "cni"
 STATIC = "static"
@@ -34,19 +45,27 @@ class Roster:
         policy: Policy,
         *,
         changed: Callable[[], None] = lambda: None,
+        turned: Callable[[Pod], None] = lambda _: None,
+        tell: Callable[[str, str, str], object] = lambda *_: None,
     ) -> None:
-        """`changed` is called whenever a pod was described anew or is gone."""
+        """`changed` is called whenever a pod was described anew or is gone, `turned` when by
+        the API server's word a pod is not to be captured any more, or is again, and `tell` with
+        kind, pod and message of what people should know."""
         self.entries: dict[str, Entry] = {}
         self.policy = policy
+        self.facts: Facts = NOTHING_KNOWN
         self.memory = memory
         self._reconciler = reconciler
         self._changed = changed
+        self._turned = turned
+        self._tell = tell
+        self._risks: dict[str, frozenset[str]] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
 
     async def remember(self) -> None:
         """Keep the pods that only the plugin told of before the agent was started."""
         for wish in await asyncio.to_thread(self.memory.load):
-            self._reconciler.want(wish)
+            self._reconciler.want(wish).announced = True
 
     def hear(self, source: str, update: Update) -> None:
         """Take in what a source says of the pods of the node."""
@@ -54,6 +73,8 @@ class Roster:
             self.describe(source, update.pod)
         elif isinstance(update, Gone):
             self._gone(source, pod_key(source, *update.key))
+        elif isinstance(update, Described):
+            self._decide_about(update)
         elif isinstance(update, Snapshot):
             keep = {pod_key(source, *key) for key in update.unknown}
             for record in update.pods:
@@ -65,15 +86,55 @@ class Roster:
 
     def describe(self, source: str, record: PodRecord) -> Pod:
         """Decide about one pod and have it kept so."""
-        wish = wish_for(source, record, self.policy)
+        wish = self.wish_for(source, record)
         self.entries[wish.key] = Entry(source, record)
+        known = wish.key in self._reconciler.pods
         pod = self._reconciler.want(wish)
+        self._tell_risks(wish, known=known)
         self._changed()
         return pod
+
+    def _tell_risks(self, wish: Wish, *, known: bool) -> None:
+        """Tell how traffic may get past the proxy, once of each way."""
+        found: frozenset[str] = frozenset()
+        said = self.facts.pod(wish.namespace, wish.name, wish.uid)
+        if said is not None and wish.settings is not None:
+            found = frozenset(risks(said, wish.settings))
+        elif wish.reason == Reason.NAMESPACE_LEFT and not known:
+            found = frozenset((wish.text,))
+        told = self._risks.get(wish.key, frozenset())
+        for sentence in sorted(found - told):
+            self._tell("bypass-risk", wish.label, sentence)
+        if found or told:
+            self._risks[wish.key] = found | told
+
+    def wish_for(self, source: str, record: PodRecord) -> Wish:
+        """Return what a pod's namespace should be, and why, by what is known now."""
+        return wish_for(source, record, self.policy, self.facts)
+
+    def known(self, wish: Wish) -> dict[str, object]:
+        """Return what a decision was made of, as plain values; null is what nobody told.
+
+        `said_by` tells whose word the labels are: of the API server's they are as they are now.
+        """
+        entry = self.entries.get(wish.key)
+        said = self.facts.pod(wish.namespace, wish.name, wish.uid)
+        pod = with_facts(model_of(entry.record), self.facts) if entry else None
+        namespace = self.facts.namespace(wish.namespace)
+        return {
+            "sandbox": wish.sandbox_id,
+            "labels": dict(pod.labels or {}) if pod else None,
+            "annotations": dict(pod.annotations or {}) if pod else None,
+            "host_network": bool(pod and pod.host_network),
+            "said_by": KUBERNETES if pod and said else wish.source,
+            "namespace_labels": None if namespace.labels is None else dict(namespace.labels),
+            "namespace_left": namespace.left,
+        }
 
     async def forget(self, key: str) -> None:
         """Stop keeping a pod that is gone, whoever told of it."""
         self.entries.pop(key, None)
+        self._risks.pop(key, None)
         await self._reconciler.forget(key)
         await asyncio.to_thread(self.memory.drop, key)
         self._changed()
@@ -83,6 +144,34 @@ class Roster:
         self.policy = policy
         for entry in list(self.entries.values()):
             self.describe(entry.source, entry.record)
+
+    def _decide_about(self, update: Described) -> None:
+        for pod in list(self._reconciler.pods.values()):
+            wish = pod.wish
+            if (wish.namespace, wish.name) in update.pods or wish.namespace in update.namespaces:
+                entry = self.entries.get(wish.key) or self._remembered(wish)
+                if entry is None:
+                    continue
+                self.describe(entry.source, entry.record)
+                if (pod.wish.settings is None) != (wish.settings is None):
+                    self._turned(pod)
+
+    def _remembered(self, wish: Wish) -> Entry | None:
+        """Return what the plugin told of a pod in an earlier life of the agent.
+
+        What the pod asked for then was not kept, so there must be somebody else to say it.
+        """
+        if self.facts.pod(wish.namespace, wish.name, wish.uid) is None:
+            return None
+        record = PodRecord(
+            namespace=wish.namespace,
+            name=wish.name,
+            uid=wish.uid,
+            sandbox_id=wish.sandbox_id,
+            netns=wish.netns,
+            network=wish.network,
+        )
+        return Entry(wish.source, record)
 
     async def leave(self, source: str) -> None:
         """Go on without a source: the pods that only it told of are kept no more."""
@@ -111,11 +200,28 @@ class Roster:
             task.add_done_callback(self._forgetting.discard)
 
 
-def decision_for(record: PodRecord, policy: Policy) -> Decision | None:
+def decision_for(record: PodRecord, policy: Policy, facts: Facts) -> Decision | None:
     """Return what is decided about a pod; None where the configuration itself says it."""
     if record.settings is not None:
         return None
-    return decide(model_of(record), Namespace(name=record.namespace), policy)
+    return decide(with_facts(model_of(record), facts), facts.namespace(record.namespace), policy)
+
+
+def with_facts(pod: ModelPod, facts: Facts) -> ModelPod:
+    """Return all that is known of a pod: what the API server says is more, and newer."""
+    return said_by(facts.pod(pod.namespace, pod.name, pod.uid), pod)
+
+
+def said_by(known: ModelPod | None, pod: ModelPod) -> ModelPod:
+    """Return a pod as the API server knows it, with what only its sandbox shows."""
+    if known is None:
+        return pod
+    return replace(
+        known,
+        uid=pod.uid,
+        host_network=known.host_network or pod.host_network,
+        runtime_class=known.runtime_class or pod.runtime_class,
+    )
 
 
 def model_of(record: PodRecord) -> ModelPod:
@@ -130,9 +236,9 @@ def model_of(record: PodRecord) -> ModelPod:
     )
 
 
-def wish_for(source: str, record: PodRecord, policy: Policy) -> Wish:
+def wish_for(source: str, record: PodRecord, policy: Policy, facts: Facts) -> Wish:
     """Return what a pod's namespace should be, and why."""
-    decision = decision_for(record, policy)
+    decision = decision_for(record, policy, facts)
     if decision is None:
         settings, reason = record.settings, STATIC
         text = "it is named in the configuration"

@@ -1,4 +1,4 @@
-"""What tells the daemon which pods there are: one protocol, three kinds of update.
+"""What tells the daemon which pods there are: one protocol, four kinds of update.
 
 A source is level-triggered: an update says how things are, never what happened, so one that is lost
 or comes twice does no harm. What a source does not know for sure it says so; nothing may be taken
@@ -9,7 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from agent.model.pod import Namespace, Pod
 from agent.model.values import Address
+
+KUBERNETES = "kubernetes"
+"""The name of the source that is the API server."""
 
 
 class PodKey(NamedTuple):
@@ -78,7 +82,47 @@ class Gone:
     key: PodKey
 
 
-Update = Snapshot | Changed | Gone
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """What is known of pods, by namespace and name, and of namespaces is another than before.
+
+    It says nothing of what runs: whoever decided about these asks the `Facts` and decides again.
+    """
+
+    pods: frozenset[tuple[str, str]] = frozenset()
+    namespaces: frozenset[str] = frozenset()
+
+
+Update = Snapshot | Changed | Gone | Described
+
+
+class Facts(Protocol):
+    """What the API server says: all of a pod, where a sandbox shows its labels at most."""
+
+    def pod(self, namespace: str, name: str, uid: str) -> Pod | None:
+        """Return what is known of a pod, nothing for another one of that name."""
+
+    def namespace(self, name: str) -> Namespace:
+        """Return what is known of a namespace, be it only its name."""
+
+    async def look_up(self, namespace: str, name: str, uid: str) -> Pod | None:
+        """Return the same of a pod that may be too new to be known; asks, but not for long."""
+
+
+class NoFacts:
+    """Nothing is known but what the sources say."""
+
+    def pod(self, namespace: str, name: str, uid: str) -> Pod | None:
+        return None
+
+    def namespace(self, name: str) -> Namespace:
+        return Namespace(name=name)
+
+    async def look_up(self, namespace: str, name: str, uid: str) -> Pod | None:
+        return None
+
+
+NOTHING_KNOWN = NoFacts()
 
 
 class Source(Protocol):
@@ -88,9 +132,14 @@ class Source(Protocol):
     things stand, for people. While a source is not connected, what it said before stays.
     """
 
-    name: str
-    connected: bool
-    detail: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    @property
+    def detail(self) -> str: ...
 
     async def run(self, sink: Callable[[Update], None]) -> None:
         """Tell `sink` how things are until cancelled: a Snapshot first, and after every gap.

@@ -53,7 +53,13 @@ Job = Callable[[Netns, Mapping[str, Any]], dict[str, object]]
 
 def _apply(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
     settings = settings_for(request["settings"], Target(netns, netns.path))
-    done = apply(netns, settings, backend=request.get("backend", "auto"), kept=True)
+    done = apply(
+        netns,
+        settings,
+        backend=request.get("backend", "auto"),
+        careful=request.get("careful", False),
+        kept=True,
+    )
     return {**asdict(done), "settings": dump(settings)}
 
 
@@ -65,6 +71,7 @@ def _check(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
         "backend": report.backend,
         "in_sync": report.in_sync,
         "guarded": report.guarded,
+        "bare": report.bare,
         "differences": [difference.line() for difference in report.differences],
         "foreign": list(report.foreign),
         "warnings": list(report.warnings),

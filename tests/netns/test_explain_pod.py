@@ -3,55 +3,25 @@
 The runtime is a fake one: what real ones say is tested in tests/containerd.
 """
 
-import asyncio
 import json
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fakes.fake_cri import FakeContainer, FakeCri, FakeSandbox, changed, serving
+from tests.fakes.fake_cri import FakeContainer, changed
 from tests.support import standin
 from tests.support.agent import running, wait_for
 from tests.support.capturing import capture
 from tests.support.conformance import Ran, cli_process
-from tests.support.netns import namespace, path_of
+from tests.support.netns import namespace
+from tests.support.runtime import Runtime
 
 INJECT = "sidecar.istio.io/inject"
 STATUS = "sidecar.istio.io/status"
 EVERYTHING = {"inbound_ports_include": "*", "outbound_ip_ranges_include": "*", "enable_ipv6": True}
-
-
-class Runtime:
-    """A fake runtime that is served from a thread of its own."""
-
-    def __init__(self, socket: Path) -> None:
-        self.cri = FakeCri()
-        self.socket = socket
-        self._loop = asyncio.new_event_loop()
-        self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
-
-    async def _serve(self) -> None:
-        async with serving(self.cri, self.socket):
-            await self._ended.wait()
-
-    def __enter__(self) -> "Runtime":
-        self._thread.start()
-        wait_for(self.socket.exists)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join()
-        self._loop.close()
-
-    def run(self, name: str, netns: str | None, **fields: Any) -> None:
-        path = str(path_of(netns)) if netns else None
-        self.cri.sandboxes[name] = FakeSandbox(id=name, name=name, uid=name, netns=path, **fields)
 
 
 @pytest.fixture
