@@ -161,8 +161,13 @@ class Lookout:
         async with self._turns:
             explained = await self._known.explain(pod)
             drawn = await self._drawn(pod)
-        events = [event for event in self._known.events(0) if event["pod"] == label]
-        return Shown(explained=explained, drawn=drawn, events=events)
+        findings = self._known.scan()["findings"]
+        return Shown(
+            explained=explained,
+            drawn=drawn,
+            findings=[found for found in findings if found["where"]["pod"] == label],
+            events=[event for event in self._known.events(0) if event["pod"] == label],
+        )
 
     async def _drawn(self, pod: Row) -> "Drawn":
         import msgspec

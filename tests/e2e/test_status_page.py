@@ -294,7 +294,7 @@ def test_page_without_scripts_is_loaded_again_and_keeps_what_was_asked(
 
 
 def test_page_follows_the_node_in_place(browser: Browser, node: Node, netns: str) -> None:
-    with browser.tab() as tab, browser.tab() as other:
+    with browser.tab() as tab, browser.tab() as other, browser.tab() as third:
         tab.open(node.url())
         other.open(node.of("altered"))
         assert drawn(other, "Out of the pod")[-1] == "Nobody takes it on port 15001"
@@ -307,11 +307,14 @@ def test_page_follows_the_node_in_place(browser: Browser, node: Node, netns: str
         assert "ISTIO_OUTPUT" in other.text("#differences")
         assert "drift-found" in tab.text("#events")
         assert tab.run("[window.mine, q.value, document.activeElement.id]") == [1, "half a wo", "q"]
+        third.open(node.url("/pod", namespace="shop", name="web"))
+        assert third.text("h1") == "shop/web"
         tab.run("document.querySelector('#pods tbody a').focus()")
         focused = tab.run("document.activeElement.innerText")
         assert node.agent.cni("DEL", netns)[0] == 0
         wait_for(lambda: "shop/web" not in tab.text("#pods"), 30)
         assert tab.run("document.activeElement.innerText") == focused
+        wait_for(lambda: "knows no pod shop/web" in third.text("h1"), 30)
         assert tab.complaints() == []
 
 

@@ -168,7 +168,7 @@ def test_pod_is_shown_with_its_state_and_reason() -> None:
 
 def test_node_is_summed_up() -> None:
     text = pods_page().root.one(id="node").text
-    for said in ("Ready. 1 pods: 1 in-sync", "repair", "auto", "not in the chain: the entry is"):
+    for said in ("Ready. 1 pod: 1 in-sync", "repair", "auto", "not in the chain: the entry is"):
         assert said in text
     waiting = given(status={**STATUS, "ready": False, "pending": ["cri: not there"]})
     text = pods_page(of=waiting).root.one(id="node").text
@@ -243,10 +243,10 @@ def test_search_and_filters_find_what_fits(query: Mapping[str, str], found: list
 
 
 def test_nothing_found_says_so_and_keeps_what_was_asked() -> None:
-    page = pods_page(View.of("/", {"q": "nobody", "namespace": "shop"}), given(pods=PODS))
-    assert "None of the 3 pods on this node fits." in page.root.one(id="pods").text
+    page = pods_page(View.of("/", {"q": "nobody", "namespace": "gone"}), given(pods=PODS))
+    assert "None of the 3 pods fits." in page.root.one(id="pods").text
     assert page.root.one("input", id="q").attributes["value"] == "nobody"
-    assert page.root.one("option", selected="", value="shop").text == "shop"
+    assert page.root.one("option", selected="", value="gone").text == "gone"
 
 
 def test_page_that_is_loaded_again_keeps_what_was_asked_and_can_stand_still() -> None:
@@ -358,7 +358,9 @@ def pod_shown(drawn: Drawn, **changes: object) -> Page:
     explained = {**EXPLAINED, **changes}
     return shown(
         pod_page(
-            FRAME, View(path="/pod"), Shown(explained=explained, drawn=drawn, events=[event()])
+            FRAME,
+            View(path="/pod"),
+            Shown(explained=explained, drawn=drawn, findings=[finding()], events=[event()]),
         )
     )
 
@@ -404,6 +406,12 @@ def test_drawing_holds_all_that_is_written_into_it() -> None:
 )
 def test_drawing_says_whether_it_is_as_it_should_be(row: Mapping[str, object], said: str) -> None:
     assert said in pod_shown(Drawn(ways=(WAY,)), pod=row).root.one(id="ways").text
+
+
+def test_findings_and_events_of_the_pod_are_on_its_page() -> None:
+    page = pod_shown(Drawn())
+    assert "it leads nowhere" in page.root.one(id="findings").text
+    assert "message 1" in page.root.one(id="events").text
 
 
 def test_what_differs_is_listed() -> None:

@@ -45,41 +45,35 @@ def pods_page(frame: Frame, view: View, given: Given) -> Answer:
 
 def findings_page(frame: Frame, view: View, given: Given) -> Answer:
     """Return the page of what others left behind, by the last scan."""
+    title, scanned = "What others left behind", _scanned(given.scanned)
     rows = _worst(given.findings)
-    shown = [r for r in rows if view.kind in ("", r["kind"]) and view.fits(*_values(r))]
-    return document(
-        frame,
-        view,
-        "Findings",
-        tag("h1", "What others left behind"),
-        section(
-            "Findings",
-            _scanned(given.scanned),
-            paged("Findings", view, FINDING_COLUMNS, shown, _none(rows, "leftovers")),
-            name="findings",
-            form=search(view, "findings", _kinds(view, rows)),
-        ),
-        _restricted(given),
-    )
+    return _list_page(frame, view, given, title, "Findings", FINDING_COLUMNS, rows, scanned)
 
 
 def events_page(frame: Frame, view: View, given: Given) -> Answer:
     """Return the page of what happened, newest first."""
     rows = _newest(given.events)
+    return _list_page(frame, view, given, "What happened", "Events", EVENT_COLUMNS, rows)
+
+
+def _list_page(
+    frame: Frame,
+    view: View,
+    given: Given,
+    title: str,
+    what: str,
+    columns: Sequence[Column],
+    rows: Rows,
+    before: Content = None,
+) -> Answer:
+    """Return a page with one list that can be searched, by kind as well."""
     shown = [r for r in rows if view.kind in ("", r["kind"]) and view.fits(*_values(r))]
-    return document(
-        frame,
-        view,
-        "Events",
-        tag("h1", "What happened"),
-        section(
-            "Events",
-            paged("Events", view, EVENT_COLUMNS, shown, _none(rows, "events")),
-            name="events",
-            form=search(view, "events", _kinds(view, rows)),
-        ),
-        _restricted(given),
-    )
+    name = what.lower()
+    kinds = sorted({str(row["kind"]) for row in rows})[:MOST_CHOICES]
+    form = search(view, name, choice("kind", "Kind", kinds, view.kind))
+    listed = paged(what, view, columns, shown, _none(rows, name))
+    part = section(what, before, listed, name=name, form=form)
+    return document(frame, view, what, tag("h1", title), part, _restricted(given))
 
 
 # --- the node -------------------------------------------------------------------------------------
@@ -93,7 +87,7 @@ def _node(given: Given, refresh: str) -> Iterator[Content]:
         if states[state]
     ]
     word = "Ready" if status["ready"] else "Not ready"
-    yield tag("p", tag("strong", f"{word}. "), f"{len(given.pods)} pods:", counted or " none")
+    yield tag("p", tag("strong", f"{word}. "), _number(given.pods), counted or " none")
     if status["pending"]:
         waits = (tag("li", reason) for reason in status["pending"])
         yield tag("div", "It waits for:", tag("ul", waits), class_="notice bad")
@@ -105,6 +99,10 @@ def _node(given: Given, refresh: str) -> Iterator[Content]:
             *(_source(source) for source in status["sources"]),
         )
     )
+
+
+def _number(pods: Rows) -> str:
+    return "1 pod:" if len(pods) == 1 else f"{len(pods)} pods:"
 
 
 def _plugin(cni: Row | None) -> str:
@@ -138,7 +136,7 @@ def _pods(view: View, given: Given) -> tuple[Html, ...]:
         key=lambda row: (_badness(row), row["namespace"], row["name"]),
     )
     columns = POD_COLUMNS if given.local else (Column("Pod", _name), *POD_COLUMNS[1:])
-    return paged("Pods", view, columns, rows, _none(given.pods, "pods on this node"))
+    return paged("Pods", view, columns, rows, _none(given.pods, "pods"))
 
 
 def _wanted(view: View, row: Row) -> bool:
@@ -183,7 +181,7 @@ def _why(row: Row) -> Content:
 
 def _found(pod: str) -> Html:
     """Return a pod's name as a link to it among the pods; it may be gone."""
-    return tag("a", pod, href=View(q=pod).href)
+    return tag("a", pod, href=View(q=pod).href) if pod else Html()
 
 
 def _finding_where(row: Row) -> Content:
@@ -224,11 +222,6 @@ def _few(rows: Rows, columns: Sequence[Column], view: View, path: str) -> Conten
 
 
 # --- what lists share -----------------------------------------------------------------------------
-
-
-def _kinds(view: View, rows: Rows) -> Html:
-    kinds = sorted({str(row["kind"]) for row in rows})[:MOST_CHOICES]
-    return choice("kind", "Kind", kinds, view.kind)
 
 
 def _none(rows: Rows, what: str) -> str:

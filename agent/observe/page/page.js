@@ -10,6 +10,7 @@
     const href = element.getAttribute("href");
     return href ? 'a[href="' + CSS.escape(href) + '"]' : "";
   };
+  const parts = (page) => [...page.querySelectorAll("[data-live]")].map((part) => part.id).join();
   const renewed = (old, now) => {
     if (!now) return;
     for (const shut of now.querySelectorAll("details[id]"))
@@ -27,7 +28,8 @@
     if (document.hidden) return;
     const answer = await fetch(location.href, { signal: AbortSignal.timeout(20000) });
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-    if (!page.getElementById("said")) throw new Error("this is another page");
+    if (!page.getElementById("said")) throw new Error("this is no page of the agent");
+    if (parts(page) !== parts(document)) location.reload();  // the pod came, or is gone
     for (const old of document.querySelectorAll("[data-live]"))
       renewed(old, page.getElementById(old.id));
   };

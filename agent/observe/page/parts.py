@@ -126,7 +126,8 @@ def _box(view: View) -> Html:
 
 
 def choice(name: str, title: str, values: Iterable[str], chosen: str) -> Html:
-    """Return a list to choose one value from, or any."""
+    """Return a list to choose one value from, or any; what was chosen is in it, be it gone."""
+    values = dict.fromkeys((*values, chosen) if chosen else values)
     options = (tag("option", one, value=one, selected=one == chosen) for one in values)
     picked = tag("select", tag("option", "any", value=""), options, id=name, name=name)
     return tag("div", tag("label", title, for_=name), picked)

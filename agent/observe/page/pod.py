@@ -10,6 +10,7 @@ from agent.observe.page.drawing import drawn
 from agent.observe.page.frame import Frame, document
 from agent.observe.page.given import Row
 from agent.observe.page.html import Content, tag
+from agent.observe.page.lists import FINDING_COLUMNS
 from agent.observe.page.parts import Column, mark, section, table, terms, when
 from agent.observe.page.view import View
 
@@ -46,6 +47,7 @@ class Shown:
 
     explained: Explained
     drawn: Drawn
+    findings: Sequence[Row]
     events: Sequence[Row]
 
 
@@ -62,6 +64,7 @@ def pod_page(frame: Frame, view: View, shown: Shown) -> Answer:
         section("Capture", _capture(shown.explained), name="capture"),
         section("The way of its traffic", _ways(shown), name="ways"),
         section("What differs", _differences(shown.explained), name="differences"),
+        section("Findings", _findings(shown.findings), name="findings"),
         section("Events", _events(shown.events), name="events"),
         section("Settings", _settings(shown.explained), name="settings"),
     )
@@ -136,6 +139,12 @@ def _differences(explained: Explained) -> Content:
         tag("ul", (tag("li", tag("code", line)) for line in lines[:MOST_LINES]), class_="pair"),
         tag("p", f"And {more} more.") if more > 0 else None,
     )
+
+
+def _findings(findings: Sequence[Row]) -> Content:
+    if not findings:
+        return tag("p", "None.")
+    return table("What was found in its namespace", FINDING_COLUMNS, findings)
 
 
 def _events(events: Sequence[Row]) -> Content:
