@@ -21,7 +21,7 @@ PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc
 LOCKS := requirements-build.lock requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-containerd check fmt bench cni-static kernel fuzz lock proto clean system
+.PHONY: help run test test-containerd check fmt bench cni-static kernel soak fuzz lock proto clean system
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -59,6 +59,19 @@ cni-static: | system ## build the CNI plugin for nodes without Python: build/int
 
 kernel: $(VENV)/installed ## run the eBPF tests on the kernel of Debian 12 under qemu (root, minutes)
 	$(RUN) -m tests.vm
+
+# The tests of eBPF that a few small numbers keep short, at length.
+SOAK_CONNECTIONS ?= 20000
+SOAK_STEPS ?= 1000
+SOAK_SETTINGS ?= 500
+
+soak: $(VENV)/installed ## test eBPF at length: connections through upgrades, random steps and settings (root, an hour)
+	INTERCEPT_ENVOY_CONNECTIONS=$(SOAK_CONNECTIONS) \
+		$(RUN) -m pytest --timeout=0 tests/e2e/test_envoy_ebpf.py
+	INTERCEPT_EBPF_STEPS=$(SOAK_STEPS) INTERCEPT_EBPF_SEED=$$(date +%s) \
+		$(RUN) -m pytest --timeout=0 tests/netns/test_ebpf_many.py
+	INTERCEPT_BEHAVIOUR_SETTINGS=$(SOAK_SETTINGS) INTERCEPT_BEHAVIOUR_SEED=$$(date +%s) \
+		$(RUN) -m pytest --timeout=0 -k ebpf tests/netns/test_behaviour.py
 
 # atheris is in no lock, for it has wheels for few versions of Python: it goes to a folder of its
 # own. The walk takes random rules and real packets, so without root it is skipped.
