@@ -101,14 +101,14 @@ def _writing(work: Callable[[], T]) -> T:
 
 def _read(session: Session, about: bpf_pins.About, cookie: int) -> Enrolment | None:
     if about.layout == 0:
-        return None if bpf_pins.busy() else Enrolment(None, ("the programs are loaded half",))
+        return None if bpf_pins.busy() else Enrolment(None, (enrolment.HALF_LOADED,))
     with bpf_pins.open_map("captures") as captures:
         entry = captures.lookup(COOKIE.pack(cookie))
         if entry is None and bpf_pins.pod_pin(cookie).exists():
             return Enrolment(None, ("a program is attached, and the namespace is not enrolled",))
         if entry is None:
             idle = not bpf_pins.busy() and not any(captures.keys())
-            return Enrolment(None, ("the programs are loaded for nobody",)) if idle else None
+            return Enrolment(None, (enrolment.IDLE,)) if idle else None
     try:
         settings, known = bpf_capture.decode(entry)
     except ValueError as error:
@@ -137,7 +137,7 @@ def _inbound_faults(session: Session, cookie: int) -> Iterator[str]:
     elif found.target != session.netns.id.ino:
         yield "the program for inbound connections was detached"
     elif bpf.program_name(found.program) != bpf_pins.inbound_name():
-        yield "the program for inbound connections is not that of this version of the agent"
+        yield f"the program for inbound connections is not that {enrolment.OTHER_VERSION}"
 
 
 def _own_faults(cookie: int, known: Site) -> Iterator[str]:

@@ -37,7 +37,7 @@ def bring_up() -> None:
 def faults(about: bpf_pins.About) -> Iterator[str]:
     """Say what is not as this version would have it."""
     if about != bpf_pins.About(enrolment.LAYOUT, bpf_pins.build()):
-        yield "the programs are not those of this version of the agent"
+        yield f"the programs are not those {enrolment.OTHER_VERSION}"
     links = str(bpf_pins.links())
     for hook in bpf_loader.HOOKS:
         found = bpf.link_at(f"{links}/{hook}")

@@ -19,6 +19,8 @@ from agent.leftovers.removal import Cut, Removal, ordered
 from agent.model.errors import InvalidSettings
 from agent.model.plan import LoopbackAddress, PolicyRule, Route
 from agent.model.ruleset import Chain, Family, Rule, Ruleset, Table
+from agent.model.settings import dump
+from agent.model.state import EBPF
 
 FIRST_LINE = "# intercept-agent clean: backup, format 1"
 NAMESPACE = "# namespace "
@@ -30,6 +32,7 @@ LOADERS = {
     "ip6tables-legacy": "ip6tables-legacy-restore --noflush",
     "nft": "nft -f",
     "ipset": "ipset restore",
+    EBPF: f"intercept-agent apply --netns NS --backend {EBPF} --settings",
     "sh": "sh",
 }
 INSERT = re.compile(r"-I (\S+) (\d+) ")
@@ -69,6 +72,9 @@ def sections(removed: Removal, sets: str, links: Sequence[str]) -> tuple[Section
     commands = [*links, *(command_of(route) for route in reversed(removed.routes))]
     if commands:
         found.append(Section("sh", "".join(f"{line}\n" for line in commands)))
+    if removed.enrolment and removed.enrolment.settings:
+        text = json.dumps(dump(removed.enrolment.settings))
+        found.append(Section(EBPF, f"{text}\n"))
     return tuple(found)
 
 

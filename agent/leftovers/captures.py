@@ -11,13 +11,16 @@ from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
 from agent.leftovers.flaws import flaws, one_sided, shadows
 from agent.leftovers.look import OWN_TABLES, NativeTable, Seen
 from agent.leftovers.node import Node, PodFact, running
-from agent.leftovers.reach import Goal, goals
+from agent.leftovers.reach import Goal, goals, turned
 from agent.model import catalogue
+from agent.model.enrolment import Enrolment
 from agent.model.owner import Owner, Role
 from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
-from agent.model.state import GUARD, NFTABLES
+from agent.model.state import EBPF, GUARD, NFTABLES
 from agent.model.wanted import captures
 
+ENTRY = "ebpf: the namespace is enrolled with the programs of the node"
+NOTHING = Enrolment(None)
 NATIVE_GOAL = re.compile(r"(redirect to|tproxy (?:ip |ip6 )?to) \S*:(\d+)")
 
 
@@ -44,17 +47,27 @@ class Found:
         )
 
     @property
+    def enrolment(self) -> Enrolment | None:
+        """What eBPF was told of the namespace."""
+        found = self.seen.state.enrolment
+        return found if found is not None and found.is_of_namespace else None
+
+    @property
     def owner(self) -> str:
         if self.ambient:
             return "istio-ambient"
-        return "intercept-agent" if set(self.parts) == {NFTABLES} else "istio"
+        own = set(self.parts) == {NFTABLES} or (self.enrolment and not self.parts)
+        return "intercept-agent" if own else "istio"
 
     def where(self) -> Where:
         families = {f for parts in self.parts.values() for f in parts}
+        if self.enrolment and self.enrolment.settings:
+            families |= set(self.enrolment.settings.families)
         tables = {t.name for p in self.parts.values() for r in p.values() for t in r.tables}
         backends = [
             *self.parts,
             *([NFTABLES] if self.native and NFTABLES not in self.parts else []),
+            *([EBPF] if self.enrolment else []),
         ]
         return Where(
             netns=self.seen.name,
@@ -77,18 +90,21 @@ class Found:
                             named[f"-t {table.name} {render_rule(chain.name, rule)}"] = None
             named |= {f"table inet {t}": None for t, b in OWN_TABLES.items() if b == backend}
         named |= {f"table {t.family} {t.name}": None for t in self.native}
+        named |= {ENTRY: None} if self.enrolment else {}
         return tuple(named)
 
     def size(self) -> str:
         rules = sum(r.rule_count() for parts in self.parts.values() for r in parts.values())
         rules += sum(len(re.findall(r"(?m)^\t\t\S", t.text)) for t in self.native)
+        if self.enrolment and not rules:
+            return ENTRY
         return f"{rules} capture rules in {' and '.join(self.where().backend.split(','))}"
 
     def takes(self) -> Takes:
         """What taking all of it away takes: rules, tables, and the routes that only it needs."""
         routes = self.seen.state.routes
         return Takes(
-            capture=bool(self.parts),
+            capture=bool(self.parts) or self.enrolment is not None,
             tables=frozenset((t.family, t.name) for t in self.native),
             routes=tuple(r for r in routes if _of_a_capture(policy.owner_of(r, routes))),
         )
@@ -108,7 +124,7 @@ def find(seen: Seen, pod: PodFact | None, command: str) -> Found | None:
         and (owner := catalogue.owner_of_table(table.family, table.name))
         and owner.role is Role.CAPTURE
     )
-    if not parts and not native:
+    if not parts and not native and not (seen.state.enrolment or NOTHING).is_of_namespace:
         return None
     targets: Counter[tuple[Family | None, Goal]] = Counter()
     for rulesets in parts.values():
@@ -117,6 +133,8 @@ def find(seen: Seen, pod: PodFact | None, command: str) -> Found | None:
     for table in native:
         for how, port in NATIVE_GOAL.findall(table.text):
             targets[None, Goal("tcp", int(port), how.startswith("tproxy"))] += 1
+    if seen.state.enrolment and (settings := seen.state.enrolment.in_force):
+        targets.update((family, goal) for family in settings.families for goal in turned(settings))
     return Found(seen=seen, parts=parts, native=native, pod=pod, command=command, targets=targets)
 
 
@@ -129,7 +147,7 @@ def on_pod(found: Found) -> Iterator[Finding]:
     if closed:
         yield _blackhole(found, closed, wants=wants)
     yield from _partial(found, wants=wants)
-    if len(found.parts) > 1:
+    if len(found.parts) + (found.enrolment is not None) > 1:
         yield _doubled(found)
 
 
@@ -284,6 +302,8 @@ def _partial(found: Found, *, wants: bool | None) -> Iterator[Finding]:
         for family, ruleset in parts.items():
             said |= {f"{backend} {family.value}: {flaw}": None for flaw in flaws(ruleset)}
     said |= dict.fromkeys(_one_sided(found))
+    if found.enrolment:
+        said |= {f"{EBPF}: {gap}": None for gap in found.enrolment.gaps}
     if said:
         yield _torn(found, tuple(said), wants=wants)
     shaded = tuple(
@@ -299,7 +319,7 @@ def _partial(found: Found, *, wants: bool | None) -> Iterator[Finding]:
 
 def _one_sided(found: Found) -> tuple[str, ...]:
     """Return what only one family's capture leaves open, over all backends together."""
-    if found.native:
+    if found.native or found.enrolment:
         return ()
     together: dict[Family, Ruleset] = {}
     for parts in found.parts.values():
@@ -352,7 +372,10 @@ def _doubled(found: Found) -> Finding:
         where=found.where(),
         objects=found.objects(),
         owner=found.owner,
-        evidence=tuple(f"{count} capture rules in {name}" for name, count in counts.items()),
+        evidence=(
+            *(f"{count} capture rules in {name}" for name, count in counts.items()),
+            *([ENTRY] if found.enrolment else []),
+        ),
         explanation="A capture is loaded in more than one backend. The kernel asks both, and for "
         "each connection the one that was loaded last decides: altering the other has no effect.",
         fix=f"intercept-agent apply {found.command} (with the settings it is to have) leaves one; "

@@ -4,6 +4,7 @@ Each tool's part is one transaction (nf_tables as a whole, iptables by table). I
 stands a backup on the disk, so whoever is killed on the way can run the same again, or restore.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from agent.leftovers.look import Seen, look
 from agent.leftovers.node import Node
 from agent.leftovers.removal import FLAVOURS, Removal, removal
 from agent.leftovers.scan import Subject, judge
+from agent.model.enrolment import enrolment
 from agent.model.errors import (
     AgentError,
     EnvironmentLacks,
@@ -28,6 +30,8 @@ from agent.model.errors import (
     RolledBack,
 )
 from agent.model.ruleset import Family, Ruleset, Rulesets
+from agent.model.settings import parse
+from agent.model.state import EBPF
 from agent.model.wanted import Known
 
 THERE = ("File exists", "already assigned")  # what `ip` says, depending on its version
@@ -151,6 +155,8 @@ def _steps(session: Session, gone: Removal) -> Iterator[Step]:
     for name in FLAVOURS:
         backend = registry.ALL[name]
         yield from backend.steps(session, gone.have.of(name), gone.want.of(name))
+    if gone.enrolment:
+        yield from registry.EBPF_BACKEND.steps(session, gone.have.enrolment, None)
     if gone.tables:
         script = "".join(f"delete table {t.family} {t.name}\n" for t in gone.tables)
         yield Step("delete tables", lambda: session.require_nft().run(script), "nftables")
@@ -241,6 +247,10 @@ def _restore_steps(session: Session, sections: Sequence[Section]) -> Iterator[St
         elif section.tool == "nft":
             if text := _missing_tables(seen, section.text):
                 yield Step("load tables", partial(session.require_nft().run, text), "nftables")
+        elif section.tool == EBPF:
+            if seen.state.enrolment is None or seen.state.enrolment.settings is None:
+                want = enrolment(parse(json.loads(section.text)))
+                yield from registry.EBPF_BACKEND.steps(session, seen.state.enrolment, want)
         elif section.tool == "sh":
             for line in section.text.splitlines():
                 if not _is_there(seen, line):

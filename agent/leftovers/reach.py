@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from agent.model import numbers
 from agent.model.ruleset import BASIC, BUILTIN_CHAINS, Rule, Ruleset, Table
+from agent.model.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -26,6 +28,20 @@ def goals(ruleset: Ruleset) -> Counter[Goal]:
         for chain in BUILTIN_CHAINS.get(table.name, ()):
             found.update(set(_from(table, chain, "", frozenset())))
     return found
+
+
+def turned(settings: Settings) -> Iterator[Goal]:
+    """Yield the ports to which eBPF turns connections, none before a gate has closed."""
+    if settings.gate != "closed":
+        return
+    networks = settings.outbound_ip_ranges_include
+    if networks.everything or networks.items or settings.outbound_ports_include:
+        yield Goal("tcp", settings.proxy_port)
+    ports = settings.inbound_ports_include
+    if ports.everything or ports.items:
+        yield Goal("tcp", settings.inbound_capture_port)
+    if settings.dns_active:
+        yield from (Goal(protocol, numbers.DNS_PROXY_PORT) for protocol in ("tcp", "udp"))
 
 
 def reached(table: Table) -> frozenset[str]:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from agent.formats.iptables_save import render_rule
 from agent.leftovers.finding import ChainRef, Takes
 from agent.leftovers.look import OWN_TABLES, NativeTable, Seen
+from agent.model.enrolment import Enrolment
 from agent.model.plan import Route
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Rule, Ruleset, Table, matching
-from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NamespaceState, routes_without
+from agent.model.state import EBPF, IPTABLES_LEGACY, IPTABLES_NFT, NamespaceState, routes_without
 from agent.model.wanted import Known, uncaptured
 
 FLAVOURS = (IPTABLES_NFT, IPTABLES_LEGACY)
@@ -63,6 +64,11 @@ class Removal:
     links: tuple[str, ...] = ()
     capture: bool = field(default=False)
 
+    @property
+    def enrolment(self) -> Enrolment | None:
+        """What eBPF was told of the namespace, if that goes."""
+        return self.have.enrolment if self.want.enrolment is None else None
+
     def lines(self) -> tuple[str, ...]:
         """Return the commands that say the same as the removal, in order."""
         found = [line for cut in self.cuts for line in cut.lines()]
@@ -70,6 +76,8 @@ class Removal:
         found += [route.command("del") for route in self.routes]
         found += [f"ipset destroy {name}" for name in self.sets]
         found += [f"ip link del {name}" for name in self.links]
+        if self.enrolment:
+            found.append(f"# {EBPF}: the programs of the node let go of the namespace")
         return tuple(found)
 
 

@@ -26,6 +26,13 @@ LAYOUT = 3
 Item = TypeVar("Item", Span, Network, Address)
 
 
+# Faults of the node's programs that say nothing of one namespace, and the end of those that let
+# nothing past.
+HALF_LOADED = "the programs are loaded half"
+IDLE = "the programs are loaded for nobody"
+OTHER_VERSION = "of this version of the agent"
+
+
 @dataclass(frozen=True, slots=True)
 class Enrolment:
     """What is loaded for one namespace.
@@ -42,6 +49,16 @@ class Enrolment:
     stale: tuple[str, ...] = field(default=(), compare=False)
     foreign: tuple[str, ...] = field(default=(), compare=False)
     listened: bool = field(default=False, compare=False)
+
+    @property
+    def is_of_namespace(self) -> bool:
+        """Whether anything of it is the namespace's own."""
+        return self.settings is not None or not set(self.faults) <= {HALF_LOADED, IDLE}
+
+    @property
+    def gaps(self) -> tuple[str, ...]:
+        """The faults by which a part of the traffic is not captured."""
+        return tuple(fault for fault in self.faults if not fault.endswith(OTHER_VERSION))
 
     @property
     def in_force(self) -> Settings | None:
