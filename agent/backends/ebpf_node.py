@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 from agent.kernel import bpf, bpf_loader, bpf_pins
+from agent.kernel.bpf_programs import LOOKING_ON
 from agent.model import enrolment
 from agent.model.errors import StateUnreadable
 
@@ -63,7 +64,7 @@ def ahead() -> Iterator[str]:
                 continue
             for program in order[: order.index(ours.program)]:
                 name = bpf.program_name(program)
-                if name != hook:
+                if name != hook and not name.startswith(LOOKING_ON):
                     yield (
                         f"cgroup {hook}: the program {name or '?'} (id {program}) of somebody else "
                         "runs before the capture and may turn a connection first"

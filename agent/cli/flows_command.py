@@ -80,7 +80,7 @@ class _Wanted:
     def shows(self, flow: Flow) -> bool:
         return (
             (not self.uids or flow.uid in self.uids)
-            and (not self.ports or flow.destination[1] in self.ports)
+            and (not self.ports or (flow.destination or (None, 0))[1] in self.ports)
             and (not self.bypassed or flow.became is Became.BYPASSED)
         )
 
@@ -209,7 +209,7 @@ class _Live:
                 if self._tell(told):
                     return
         for told in self._watch.rest():
-            if self._tell(told):
+            if self._tell(told) or _stopped(wake):
                 return
 
     def _tell(self, told: Told) -> bool:
@@ -231,6 +231,9 @@ class _Live:
     def _look(self) -> bool:
         """Follow pods that come and go; False if the only one is gone."""
         change = self._spaces.look()
+        for space in change.come[:1]:
+            with contextlib.suppress(AgentError):
+                space.prepare()
         come = [(space.cookie, space.netns.path) for space in change.come]
         if come or change.gone or self._looked == -math.inf:
             self._watch.watch(come, change.gone)

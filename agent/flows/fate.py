@@ -12,7 +12,7 @@ from agent.flows.event import Endpoint, Event, Result
 from agent.flows.view import View
 from agent.model import numbers
 from agent.model.enrolment import verdict
-from agent.model.host import LOOPBACK, Host
+from agent.model.host import LOOPBACK
 from agent.model.packet import Kind, Packet, Trace
 from agent.model.settings import Settings
 
@@ -41,10 +41,11 @@ class Became(StrEnum):
 class Flow:
     """One connection, ready to be shown.
 
-    `destination` is the original one. `port` is where it arrived instead, if it did. `setting`
-    says by which setting it is exempt, or what refused it (`gate`, `guard`), or which setting
-    wants captured what passed by. `uid` is that of the process at the pod's end, as the pod's user
-    namespace has it; it is None, and `pid` 0, where that is not known.
+    `destination` is the original one, None where that is not known any more. `port` is where it
+    arrived instead, if it did. `setting` says by which setting it is exempt, or what refused it
+    (`gate`, `guard`), or which setting wants captured what passed by. `uid` is that of the process
+    at the pod's end, as the pod's user namespace has it; it is None, and `pid` 0, where that is not
+    known.
     """
 
     at_ns: int
@@ -55,7 +56,7 @@ class Flow:
     process: str
     uid: int | None
     source: Endpoint
-    destination: Endpoint
+    destination: Endpoint | None
     became: Became
     port: int | None
     setting: str | None
@@ -82,7 +83,7 @@ def judge(view: View, event: Event, packet: Packet, landed: Endpoint) -> Judgeme
     asked = (packet.destination, packet.dport)
     if not event.left:
         return _dropped(view, packet)
-    local = event.inbound or view.host.is_local(landed[0])
+    local = event.inbound or view.is_local(landed[0])
     if local and landed != asked and _is_proxy(view, landed[1]):
         return _turned(event, landed[1])
     return _untouched(view, event, packet, landed)
@@ -125,34 +126,25 @@ def _untouched(view: View, event: Event, packet: Packet, landed: Endpoint) -> Ju
     walked = view.expected(packet)
     # What a rule decides that nobody can foresee has been decided: by the branch that let it pass.
     past = next((o for o in walked.outcomes if o.verdict.kind in LEFT_ALONE), None)
+    outcome = past or walked.outcomes[0]
+    setting = outcome.decided_by.setting if outcome.decided_by else None
     if past is None and walked.verdict.kind in (Kind.REDIRECT, Kind.MAYBE):
-        return _against(view, event, walked, landed, more)
-    setting = past.decided_by.setting if past is not None and past.decided_by else None
+        port = walked.verdict.port
+        if event.inbound and port == landed[1]:
+            return _turned(event, port)  # the proxy's own port was dialled
+        asks = f": {setting} asks for port {port}" if setting else ""
+        return Judgement(Became.BYPASSED, f"passed the proxy by{asks}{more}", None, setting)
     why = "the rules that are loaded"
     if setting is None and view.settings is not None:
-        setting, why = _lack(view.settings, view.host, walked)
+        setting, why = _lack(view, view.settings, walked)
     by = f" by {setting}" if setting else f": {why}"
     return Judgement(Became.EXEMPT, f"exempt{by}{more}", None, setting)
 
 
-def _against(view: View, event: Event, walked: Trace, landed: Endpoint, more: str) -> Judgement:
-    """Judge what was left alone though the capture wants it redirected."""
-    port = walked.verdict.port
-    if event.inbound and port == landed[1]:
-        return _turned(event, port)  # the proxy's own port was dialled
-    if view.gate_open:
-        text = f"exempt by the gate, which the proxy has not closed yet{more}"
-        return Judgement(Became.EXEMPT, text, None, GATE)
-    step = walked.outcomes[0].decided_by
-    setting = step.setting if step else None
-    asks = f": {setting} asks for port {port}" if setting else ""
-    return Judgement(Became.BYPASSED, f"passed the proxy by{asks}{more}", None, setting)
-
-
-def _lack(settings: Settings, host: Host, walked: Trace) -> tuple[str | None, str]:
+def _lack(view: View, settings: Settings, walked: Trace) -> tuple[str | None, str]:
     """Return the setting that leaves a packet alone where no rule does but the lack of one."""
     packet = walked.packet
-    if not walked.inbound and host.is_local(packet.destination):
+    if not walked.inbound and view.is_local(packet.destination):
         packet = replace(packet, out_interface=LOOPBACK)
     decision = verdict(settings, packet, inbound=walked.inbound)
     if decision.setting is None and packet.protocol == "udp":

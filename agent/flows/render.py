@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 from agent.explain.effects import endpoint
 from agent.explain.pod.page import plain
+from agent.flows.event import Endpoint
 from agent.flows.fate import Flow
 
 COLUMNS = ("time", "pod", "way", "process", "uid", "destination", "what became of it")
@@ -24,9 +25,14 @@ def row(flow: Flow, title: str, at: datetime, outcome: str) -> str:
         way(flow),
         process,
         "?" if flow.uid is None else str(flow.uid),
-        endpoint(*flow.destination) + ("/udp" if flow.protocol == "udp" else ""),
+        (_endpoint(flow.destination) or "?") + ("/udp" if flow.protocol == "udp" else ""),
     )
     return _line(tuple(plain(cell) for cell in cells), outcome)
+
+
+def _endpoint(found: Endpoint | None) -> str | None:
+    """Return it as text; a datagram that was dropped has no source yet."""
+    return endpoint(*found) if found is not None and found[1] else None
 
 
 def way(flow: Flow) -> str:
@@ -48,8 +54,8 @@ def to_json(flow: Flow, title: str, netns: str, at: datetime) -> dict[str, objec
         "pid": flow.pid or None,
         "process": flow.process or None,
         "uid": flow.uid,
-        "source": endpoint(*flow.source) if flow.source[1] else None,
-        "destination": endpoint(*flow.destination),
+        "source": _endpoint(flow.source),
+        "destination": _endpoint(flow.destination),
         "became": flow.became.value,
         "port": flow.port,
         "setting": flow.setting,

@@ -62,6 +62,13 @@ class Space:
         ids = self._users
         return ids.outside + uid - ids.inside if ids.count else uid
 
+    def prepare(self) -> None:
+        """Look once, so that what that takes is loaded when the first connection comes.
+
+        Raises: AgentError if the namespace cannot be read.
+        """
+        self._viewer.seen_since(time.monotonic_ns())
+
     def flow(self, event: Event) -> Flow | None:
         """Return what became of a connection; None for the other end of one that is told of.
 
@@ -69,14 +76,15 @@ class Space:
         """
         # What dropped it must be looked for in the rules of that time.
         view = self._viewer.seen_since(event.at_ns - (VIEW_AGE_NS if event.left else 0))
-        if event.inbound and view.host.is_local(event.source[0]):
+        if event.inbound and view.is_local(event.source[0]):
             return None
         port = self._accepting_port(event, view)
         listener = self._listener(port) if event.inbound else None
-        packet = self._packet(event)
+        meant = self._meant(event, view)
+        packet = self._packet(event, meant or event.went)
         landed = (event.went[0], port) if event.inbound else event.went
         judged = judge(view, event, packet, landed)
-        if judged.became is Became.BYPASSED:  # unless the capture has just been changed
+        if judged.became in (Became.BYPASSED, Became.UNCAPTURED):  # or it has just been changed
             view = self._viewer.seen_since(event.at_ns)
             judged = judge(view, event, packet, landed)
         return Flow(
@@ -88,7 +96,7 @@ class Space:
             process=listener.name if listener else event.name,
             uid=listener.uid if listener else packet.uid,
             source=event.source,
-            destination=(packet.destination, packet.dport),
+            destination=meant,
             became=judged.became,
             port=judged.port,
             setting=judged.setting,
@@ -96,13 +104,11 @@ class Space:
             text=judged.text,
         )
 
-    def _packet(self, event: Event) -> Packet:
+    def _packet(self, event: Event, meant: Endpoint) -> Packet:
         """Return the first packet of a connection as it was made, or as it arrived."""
-        source = event.source[0]
+        source, (to, port) = event.source[0], meant
         if event.inbound:
-            to, port = self._meant(event)
             return Packet(protocol="tcp", destination=to, dport=port, source=source)
-        to, port = event.asked
         return Packet(
             protocol=event.protocol,
             destination=to,
@@ -114,20 +120,27 @@ class Space:
 
     # --- the receiving end ------------------------------------------------------------------------
 
-    def _meant(self, event: Event) -> Endpoint:
-        """Return where a client wanted to go, before rules gave it to somebody else."""
+    def _meant(self, event: Event, view: View) -> Endpoint | None:
+        """Return where a connection was to go before it was given to somebody else.
+
+        Of one that came in, conntrack knows for some seconds after its end; then it is not known.
+        """
+        if not event.inbound:
+            return event.asked
+        found = None
         with contextlib.suppress(AgentError):
             if self._conntrack is None:
                 self._conntrack = self.netns.run(Conntrack)
-            return self._conntrack.meant("tcp", event.went, event.source) or event.went
-        return event.went
+            found = self._conntrack.meant("tcp", event.went, event.source)
+        lost = view.translated and event.went[1] == _capture_port(view)
+        return found or (None if lost else event.went)
 
     def _accepting_port(self, event: Event, view: View) -> int:
         """Return the port of the listener; of one that began before the watch it may be unknown."""
         port = event.went[1]
         if event.listening or not event.inbound or self._listener(port) is not None:
             return event.listening or port
-        capture = view.settings.inbound_capture_port if view.settings else INBOUND_CAPTURE_PORT
+        capture = _capture_port(view)
         return capture if self._listener(capture) is not None else port
 
     def _listener(self, port: int) -> Listener | None:
@@ -153,6 +166,10 @@ class Space:
                 uid = os.stat(f"/proc/{pid}").st_uid if pid else uid
             found[each.local[1]] = Listener(pid, name, _inside(self._users, uid))
         return found
+
+
+def _capture_port(view: View) -> int:
+    return view.settings.inbound_capture_port if view.settings else INBOUND_CAPTURE_PORT
 
 
 def _inside(ids: IdRange, outside: int) -> int:

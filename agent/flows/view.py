@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from agent.backends.session import reading
@@ -18,30 +18,31 @@ from agent.kernel.netns import Netns
 from agent.kernel.topology import read_host
 from agent.model.errors import InvalidSettings
 from agent.model.host import Host
-from agent.model.packet import Packet, Trace
+from agent.model.packet import Address, Packet, Trace
 from agent.model.plan import plan
 from agent.model.settings import Settings, parse
 from agent.model.state import BACKENDS, NamespaceState
 from agent.model.wanted import captures
 
 REMEMBERED = 1024
+YOUNG_NS = 30_000_000  # looking takes some 5 ms: whoever connects in a loop must not make it one
 
 Walk = Callable[[Packet], Trace]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What is known of a namespace: whether it is captured, the settings of that where they are
-    known, whether its gate is open for anybody, and two walks: through what the capture should be,
-    and through what is loaded now.
+    """What is known of a namespace: whether it is captured, and by rules that translate, the
+    settings of that where they are known, which addresses are its own, and two walks: through what
+    the capture should be, and through what is loaded now.
 
     A packet without a uid is one that arrives.
     """
 
     captured: bool
+    translated: bool
     settings: Settings | None
-    gate_open: bool
-    host: Host
+    is_local: Callable[[Address], bool]
     expected: Walk
     loaded: Walk
 
@@ -57,14 +58,14 @@ class Viewer:
         self._recorded = False
 
     def seen_since(self, ns: int) -> View:
-        """Return a view that is not older than that (CLOCK_MONOTONIC).
+        """Return a view that is not older than that (CLOCK_MONOTONIC), or very young.
 
         Raises: AgentError if the namespace cannot be read.
         """
-        if self._view is None or self._at_ns < ns:
-            at_ns = time.monotonic_ns()
+        now = time.monotonic_ns()
+        if self._view is None or self._at_ns < min(ns, now - YOUNG_NS):
             self._view = self._look()
-            self._at_ns = at_ns
+            self._at_ns = now
         return self._view
 
     def _look(self) -> View:
@@ -89,9 +90,9 @@ class Viewer:
             expected = partial(_trace, self._standing, host)
         return View(
             captured=settings is not None or self._standing is not None,
+            translated=bool(captures(state)),
             settings=settings,
-            gate_open=gate.stands(state, known) not in (gate.CLOSED, None),
-            host=host,
+            is_local=lru_cache(REMEMBERED)(host.is_local),
             expected=lru_cache(REMEMBERED)(expected),
             loaded=lru_cache(REMEMBERED)(loaded),
         )
@@ -100,12 +101,16 @@ class Viewer:
 def _settings(state: NamespaceState, known: Record | None) -> Settings | None:
     """Return the settings of the capture: as applied here, or as the eBPF programs have them.
 
-    Those of a capture that somebody else wrote as rules are not known.
+    Its gate is as it stands now. The settings of a capture that somebody else wrote as rules are
+    not known.
     """
+    found = state.enrolment.settings if state.enrolment is not None else None
     if known is not None:
         with contextlib.suppress(InvalidSettings):  # of another version; what is loaded has to do
-            return parse(known.settings)
-    return state.enrolment.settings if state.enrolment is not None else None
+            found = parse(known.settings)
+    if found is not None and gate.stands(state, known) == gate.CLOSED:
+        return replace(found, gate=gate.CLOSED, init_cgroups=())
+    return found
 
 
 def is_loaded(state: NamespaceState) -> bool:

@@ -26,6 +26,7 @@ from agent.flows import event
 from agent.flows.query import Query, source
 from agent.kernel import bpf
 from agent.kernel.borrowed import borrowed
+from agent.kernel.bpf_loader import BPF_F_PREORDER
 from agent.kernel.netns import Netns
 from agent.kernel.sockets import SocketTable
 from agent.model.errors import AgentError, EnvironmentLacks
@@ -79,7 +80,7 @@ def _watch(job: Mapping[str, Any]) -> None:
     cgroup = os.open(job["cgroup"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for name, (kind, where) in PROGRAMS.items():
-            bpf.link(_loaded(made, name, kind, where), cgroup, where)
+            _attach(_loaded(made, name, kind, where), cgroup, where)
     except OSError as error:
         raise EnvironmentLacks(
             f"cannot attach to {job['cgroup']}: {error.strerror}; it takes Linux 5.15 or newer"
@@ -138,6 +139,18 @@ def _loaded(made: Any, name: str, kind: int, where: int) -> int:
             return int(made.load_func(name, kind, attach_type=where).fd)
         except Exception as error:
             raise EnvironmentLacks(f"the kernel refuses {name}: {said() or error}") from error
+
+
+def _attach(program: int, cgroup: int, where: int) -> None:
+    """Attach it among those of the eBPF backend, in the order of their coming.
+
+    So whoever was dialled is known: from the backend's map if it was there first, else from the
+    call itself.
+    """
+    try:
+        bpf.link(program, cgroup, where, BPF_F_PREORDER)
+    except OSError:  # before Linux 6.15 there is no other order
+        bpf.link(program, cgroup, where)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from agent.model.errors import EnvironmentLacks
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 READ_BYTES = EVENT.size * 512
 END_S = 5.0
+REST_S = 60.0  # a full buffer is read within seconds, unless the reader of ours is slow
 
 Told = Event | Lost | Ready
 
@@ -100,7 +101,7 @@ class Watch:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with contextlib.suppress(EnvironmentLacks):  # that is how it ends
-            deadline = time.monotonic() + END_S
+            deadline = time.monotonic() + REST_S
             while (left := deadline - time.monotonic()) > 0:
                 yield from self.read(left)
 

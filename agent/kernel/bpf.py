@@ -185,9 +185,9 @@ def load_sk_lookup(instructions: bytes, name: str) -> int:
             raise OSError(error.errno, words) from error
 
 
-def link(program: int, target: int, kind: int) -> int:
+def link(program: int, target: int, kind: int, flags: int = 0) -> int:
     """Attach a program; it stays until the link is neither open nor pinned."""
-    return call(LINK_CREATE, struct.pack("=IIII", program, target, kind, 0))[0]
+    return call(LINK_CREATE, struct.pack("=IIII", program, target, kind, flags))[0]
 
 
 def exchange(linked: int, program: int) -> None:

@@ -16,6 +16,9 @@ PROG_GET_NEXT_ID = 11
 IDS = struct.Struct("=III")  # from, next, flags
 NAME_OFFSET, NAME_SIZE = 64, 16
 
+# How the names of those programs of ours begin that look on and change nothing (agent/flows).
+LOOKING_ON = "flows_"
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Program:

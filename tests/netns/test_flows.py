@@ -15,7 +15,15 @@ from agent.flows.watcher import PROGRAMS
 from agent.kernel import bpf, bpf_pins
 from agent.kernel.netns import Netns
 from agent.model.state import EBPF
-from tests.support.capturing import BACKENDS, EVERYTHING, STATE_DIR, capture, command, release
+from tests.support.capturing import (
+    BACKENDS,
+    EVERYTHING,
+    STATE_DIR,
+    assert_in_sync,
+    capture,
+    command,
+    release,
+)
 from tests.support.ebpf import built
 from tests.support.escape import PEER, POD, Lab, Node, lab
 from tests.support.flows import DEADLINE_S, ROOT, Document, flowing
@@ -132,6 +140,9 @@ def test_connections_are_shown_with_what_became_of_them(pod: Lab, backend: str) 
     own = [what(d) for d in found if d["uid"] == 1337 and d["direction"] == "out"]
     assert own == [("exempt", None, "proxy_uid", "connected")]
     assert not [d for d in found if d["destination"].endswith(":5353")]
+    accepting = {d["destination"].rpartition(":")[2]: d for d in found if d["direction"] == "in"}
+    assert [(p, d["uid"]) for p, d in sorted(accepting.items())] == [("8080", 1337), ("9090", 1000)]
+    assert all(d["pid"] and d["process"].startswith("python") for d in found)
 
 
 def the(found: list[Document], direction: str, destination: str) -> tuple[object, ...]:
@@ -182,6 +193,18 @@ def test_transparent_proxy_is_seen_to_accept_for_the_application(pod: Lab) -> No
         assert the(found, "in", endpoint(POD[version], 8080)) == arrived
 
 
+def test_destination_that_conntrack_has_forgotten_is_not_made_up(pod: Lab) -> None:
+    capture(pod.pod, SETTINGS, "nftables")
+    with flowing(pod.pod) as flows:
+        (watcher,) = children(flows.process.pid)
+        os.kill(watcher, signal.SIGSTOP)
+        pod.peer.ask("dial", targets=[(POD[4], 8080)], timeout_s=DEADLINE_S)
+        inside(pod.pod, "conntrack", "-F")
+        os.kill(watcher, signal.SIGCONT)
+        found = flows.next()
+    assert (found["destination"], *what(found)) == (None, "proxied", 15006, None, "connected")
+
+
 @pytest.mark.parametrize("backend", ALL)
 def test_gate_and_guard_are_named_for_what_they_refuse(backend: str) -> None:
     built()
@@ -223,6 +246,35 @@ def test_namespace_without_capture_is_shown_as_uncaptured(pod: Lab) -> None:
         assert what(flows.next()) == ("uncaptured", None, None, "connected")
 
 
+@pytest.mark.parametrize("backend", ["nftables", EBPF])
+def test_every_connection_of_many_is_told_of_once(pod: Lab, backend: str) -> None:
+    capture(pod.pod, SETTINGS, backend)
+    with flowing(pod.pod) as flows:
+        pod.flood()
+        time.sleep(0.5)
+        made = pod.stop()
+        found = flows.documents()
+    assert sum(d.get("lost", 1) for d in found) == sum(made.values())
+    assert {d["became"] for d in found if "lost" not in d} == {"proxied"}
+
+
+def test_capture_that_comes_later_is_seen_as_well(pod: Lab) -> None:
+    """The programs of eBPF are then called after those that look on."""
+    with flowing(pod.pod, "--port", "8000,8001") as flows:
+        assert pod.dial()[:2] == ("service", "service")
+        before = [what(flows.next())[:3] for _ in range(2)]
+        capture(pod.pod, SETTINGS, EBPF)
+        assert pod.dial()[:2] == ("proxy-15001", "proxy-15001")
+        pod.client.ask("dial", targets=[(PEER[4], 8001)], timeout_s=DEADLINE_S)
+        assert_in_sync(pod.pod, SETTINGS, EBPF)
+        found = [what(d)[:3] for d in flows.documents()]
+    assert before == [("uncaptured", None, None)] * 2
+    assert found == [
+        *[("proxied", 15001, None)] * 2,
+        ("exempt", None, "outbound_ports_exclude"),
+    ]
+
+
 # --- who and when ---------------------------------------------------------------------------------
 
 
@@ -242,11 +294,24 @@ def test_process_is_named_though_it_has_ended(pod: Lab) -> None:
     assert abs(time.mktime(shown) - time.mktime(time.gmtime(before))) < DEADLINE_S
 
 
-def test_accepting_process_is_named_for_what_arrives(pod: Lab) -> None:
-    capture(pod.pod, SETTINGS, "nftables")
-    with flowing(pod.pod) as flows:
-        pod.peer.ask("dial", targets=[(POD[4], 8080), (POD[4], 9090)], timeout_s=DEADLINE_S)
-        assert [flows.next()["uid"] for _ in range(2)] == [1337, 1000]
+DIAL_THERE = """
+import ctypes, os, socket
+for kind in ("user", "net"):
+    if ctypes.CDLL(None).setns(os.open("/proc/{pid}/ns/" + kind, os.O_RDONLY), 0):
+        raise SystemExit("setns")
+made = socket.socket()
+os.setuid({uid})
+made.connect_ex(("127.0.0.1", 81))
+"""
+
+
+def test_users_are_those_of_the_pods_own_user_namespace(user_namespace: int) -> None:
+    inside(f"/proc/{user_namespace}/ns/net", "ip", "link", "set", "lo", "up")
+    with flowing(f"pid:{user_namespace}", "--uid", "1337,1000") as flows:
+        for uid in (7, 1337, 1000):
+            code = DIAL_THERE.format(pid=user_namespace, uid=uid)
+            subprocess.run((sys.executable, "-I", "-S", "-c", code), check=True)
+        assert [d["uid"] for d in flows.documents()] == [1337, 1000]
 
 
 # --- what is asked for ----------------------------------------------------------------------------
@@ -258,7 +323,6 @@ def test_accepting_process_is_named_for_what_arrives(pod: Lab) -> None:
         (("--uid", "1337"), {("out", 1337, 8000), ("out", 1337, 8001)}),
         (("--uid", "1,1000", "--port", "8000"), {("out", 1000, 8000)}),
         (("--port", "8001,9090"), {("out", 1000, 8001), ("out", 1337, 8001), ("in", 1000, 9090)}),
-        (("--bypassed",), set()),
     ],
 )
 def test_filters_leave_only_what_is_asked_for(
