@@ -362,12 +362,7 @@ class Daemon:
 
 
 def _policy(config: Config) -> Policy:
-    return Policy(
-        exclude_namespaces=config.exclude_namespaces,
-        mode="ambient" if config.capture == "ambient" else "sidecar",
-        ambient=config.ambient,
-        own_namespace=own_namespace(),
-    )
+    return config.policy(own_namespace())
 
 
 def _how(config: Config) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from agent.kernel import namespaces, netns
 from agent.kernel.namespaces import Place
 from agent.kernel.netns import Netns, NetnsId, id_at
 from agent.leftovers.cni import BIN_DIRS, CONF_DIR, Folders
-from agent.leftovers.node import Node, PodFact, wants_capture
+from agent.leftovers.node import Node, PodFact
 from agent.leftovers.scan import Progress, Subject
 from agent.model.decision import decide
 from agent.model.errors import EnvironmentLacks
-from agent.model.pod import Namespace, Policy
+from agent.model.pod import Namespace
 from agent.node import config
 from agent.node.config import Config
 from agent.node.cri import endpoint
@@ -140,8 +140,9 @@ def _told(rows: Iterable[Mapping[str, object]]) -> Iterator[Told]:
     for row in rows:
         if row["netns"]:
             title = "/".join(str(part) for part in (row["namespace"], row["name"]) if part)
-            wants = wants_capture(str(row["reason"]), captured=bool(row["captured"]))
-            yield str(row["netns"]), PodFact(title=title, wants=wants, reason=str(row["text"]))
+            reason, text = str(row["reason"]), str(row["text"])
+            fact = PodFact.of(title, reason, text, captured=bool(row["captured"]))
+            yield str(row["netns"]), fact
 
 
 def _from_runtime(known: Config) -> list[Told]:
@@ -155,15 +156,14 @@ def _from_runtime(known: Config) -> list[Told]:
     if all(endpoint.unreachable(path) for path in paths):
         where = paths[0] if len(paths) == 1 else "any of the usual sockets"
         raise EnvironmentLacks(f"no container runtime answers on {where}")
-    policy = Policy(exclude_namespaces=known.exclude_namespaces)
     found = []
     for each in asyncio.run(runtime_view(known)).pods.values():
         if each.netns is None:
             continue
         pod = model_of(each)
-        decision = decide(pod, Namespace(name=pod.namespace), policy)
-        wants = wants_capture(decision.reason, captured=decision.captured)
-        found.append((each.netns, PodFact(title=pod.title, wants=wants, reason=decision.text)))
+        decision = decide(pod, Namespace(name=pod.namespace), known.policy())
+        fact = PodFact.of(pod.title, decision.reason, decision.text, captured=decision.captured)
+        found.append((each.netns, fact))
     return found
 
 

@@ -13,7 +13,7 @@ from agent.formats import pod as manifests
 from agent.kernel.netns import NetnsId, id_at
 from agent.model.decision import decide
 from agent.model.errors import AgentError, EnvironmentLacks, InvalidSettings
-from agent.model.pod import Namespace, Pod, Policy
+from agent.model.pod import Namespace, Pod
 from agent.node.config import Config
 from agent.node.cri import endpoint
 from agent.node.roster import model_of
@@ -39,7 +39,7 @@ class PodFinder:
     def __init__(self, known: Config, manifest: str | None = None) -> None:
         """Raises: InvalidSettings for a manifest that holds no pod."""
         self._known = known
-        self._policy = Policy(exclude_namespaces=known.exclude_namespaces)
+        self._policy = known.policy()
         self._manifest = _pod_in(manifest) if manifest else None
         self.unseen: list[str] = []
         self._runtime = self._ask(self._ask_runtime, "the container runtime") or {}

@@ -18,6 +18,7 @@ from agent.model.values import MAX_ID, MAX_PORT
 EXAMPLES = """examples:
   intercept-agent trace --netns web --uid 1000 --to 10.0.0.9:5432
   intercept-agent trace --netns web --uid 1337 --to '[fd00::9]:443'
+  intercept-agent trace --netns web --mark 0x539 --to 10.0.0.9:80     the node's proxy (ambient)
   intercept-agent trace --netns web --in --from 10.0.0.7 --to 10.0.0.5:8080
   intercept-agent trace --netns web --uid 1000 --to 10.96.0.10:53 --proto udp -o json
 """
@@ -51,6 +52,7 @@ def add_packet_options(
         metavar="ADDR",
         help="source address (outbound: the one that its route gives)",
     )
+    parser.add_argument("--mark", metavar="M", help="mark of the sending socket, such as 0x539 (0)")
     parser.add_argument("--proto", choices=("tcp", "udp"), default="tcp", help="protocol (tcp)")
     parser.add_argument(
         "--in",
@@ -83,10 +85,11 @@ def packet_of(arguments: argparse.Namespace) -> Packet:
     source = _address("--from", arguments.source, problems) if arguments.source else None
     uid: int | None = _identity("--uid", arguments.uid or "0", problems)
     gid = _identity("--gid", arguments.gid, problems) if arguments.gid else uid
-    if arguments.inbound and (arguments.uid or arguments.gid or arguments.cgroup):
-        problems.append(
-            "--uid, --gid and --cgroup are of a sender in the namespace, which --in has not"
-        )
+    mark = _mark(arguments.mark, problems) if arguments.mark else 0
+    of_sender = (arguments.uid, arguments.gid, arguments.cgroup, arguments.mark)
+    if arguments.inbound and any(of_sender):
+        which = "--uid, --gid, --cgroup and --mark are of a sender in the namespace"
+        problems.append(f"{which}, which --in has not")
     if arguments.inbound:  # a packet that arrives belongs to no process here
         uid = gid = None
     if source is not None and destination is not None and source.version != destination.version:
@@ -101,7 +104,17 @@ def packet_of(arguments: argparse.Namespace) -> Packet:
         uid=uid,
         gid=gid,
         cgroup=arguments.cgroup,
+        mark=mark,
     )
+
+
+def _mark(text: str, problems: list[str]) -> int:
+    digits = "0123456789abcdef" if text.startswith("0x") else "0123456789"
+    number = text.lower().removeprefix("0x")
+    if number and set(number) <= set(digits) and int(number, len(digits)) < 2**32:
+        return int(number, len(digits))
+    problems.append(f"--mark {text!r} is not a number from 0 to {2**32 - 1}, or 0x and one")
+    return 0
 
 
 def _endpoint(text: str, problems: list[str]) -> tuple[Address | None, int]:

@@ -11,10 +11,13 @@ from agent.formats import documents
 from agent.lint.report import Problem, Report, Severity, Verdict
 from agent.lint.validate import INVALID, NO_POD, validate
 from agent.model.errors import InvalidSettings
+from agent.model.pod import Policy
+from agent.model.values import MODES, SIDECAR
 
 EXAMPLES = """examples:
   intercept-agent validate -f web.yaml
   intercept-agent validate -f deploy/ -R --strict          a folder, and what lies in it
+  intercept-agent validate --mode ambient -f shop.yaml     a Namespace with its pods
   helm template . | intercept-agent validate -f - -o json
   intercept-agent validate -n shop -f namespace.yaml -f web.yaml
 """
@@ -45,13 +48,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="default",
         help="the namespace of documents that name none (default)",
     )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default=SIDECAR,
+        help="ambient: for an agent that captures the pods of the node's own proxy, too (sidecar)",
+    )
     parser.add_argument("--strict", action="store_true", help="end with 1 for warnings, too")
     output.add_output_option(parser, "-o")
 
 
 def run(arguments: argparse.Namespace) -> int:
     files = list(_files(arguments.files, recursive=arguments.recursive))
-    report = validate(files, namespace=arguments.namespace)
+    policy = Policy(mode=arguments.mode)
+    report = validate(files, namespace=arguments.namespace, policy=policy)
     if arguments.output == "json":
         output.print_json(to_json(report))
     else:

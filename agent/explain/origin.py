@@ -5,10 +5,12 @@ setting in one form and in a fixed order. Only chains of the capture are read so
 chains of a table that has such chains.
 """
 
+from agent.model.owned import AMBIENT_CHAIN
 from agent.model.ruleset import BASIC, BUILTIN_CHAINS, Option, Rule, Table
 
 CAPTURE_PREFIX = "ISTIO_"
 GUARD_PREFIX = "ISTIO_GUARD"
+DNS = ("tcp", "udp")
 UID, GID = "--uid-owner", "--gid-owner"
 
 
@@ -23,6 +25,8 @@ def setting_of(table: Table, chain: str, number: int) -> str | None:
     rules = found.rules
     if chain.startswith(GUARD_PREFIX) or _target(rules[number - 1]).startswith(GUARD_PREFIX):
         return "guard"
+    if table.chain(AMBIENT_CHAIN):
+        return _ambient(table, chain, rules[number - 1])
     if chain in BUILTIN_CHAINS.get(table.name, ()):
         return _builtin(table, chain, rules[number - 1])
     if chain in ("ISTIO_OUTPUT", "ISTIO_OUTPUT_GROUPS") and table.name == "nat":
@@ -38,6 +42,25 @@ def setting_of(table: Table, chain: str, number: int) -> str | None:
         "ISTIO_DIVERT": "inbound_tproxy_mark",
         "ISTIO_DROP": "drop_invalid",
     }.get(chain)
+
+
+def _ambient(table: Table, chain: str, rule: Rule) -> str | None:
+    """Most rules of an ambient capture come from no choice but the mode itself."""
+    if chain in BUILTIN_CHAINS.get(table.name, ()):
+        return "mode" if _target(rule).startswith(CAPTURE_PREFIX) else None
+    if not chain.startswith(CAPTURE_PREFIX):
+        return None
+    if table.name == "raw" or any(o.values == ("53",) for p in DNS for o in rule.options(p)):
+        return "redirect_dns"
+    if _modules(rule) == {"cgroup"}:
+        return "init_cgroups"
+    if rule.option(BASIC, "-i"):
+        return "reroute_virtual_interfaces"
+    ends = rule.option(BASIC, "-s") or rule.option(BASIC, "-d")
+    if ends and not ends.negated:
+        return "host_probe_snat_ipv6" if ":" in ends.values[0] else "host_probe_snat_ip"
+    captures = _target(rule) == "REDIRECT" and chain == AMBIENT_CHAIN
+    return "inbound_ports_include" if captures else "mode"
 
 
 def _target(rule: Rule) -> str:

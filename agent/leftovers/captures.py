@@ -1,151 +1,33 @@
 """Findings about captures of Istio's kind: unwanted, leading nowhere, torn, in the wrong place."""
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from agent.formats.iptables_save import render_rule
-from agent.leftovers import policy
 from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
 from agent.leftovers.flaws import flaws, one_sided, shadows
-from agent.leftovers.look import OWN_TABLES, NativeTable, Seen
+from agent.leftovers.found import ENTRY, Found, find
+from agent.leftovers.look import OWN_TABLES, Seen
 from agent.leftovers.node import Node, PodFact, running
-from agent.leftovers.reach import Goal, goals, turned
+from agent.leftovers.reach import Goal, goals
 from agent.model import catalogue
-from agent.model.enrolment import Enrolment
-from agent.model.owner import Owner, Role
-from agent.model.ruleset import BUILTIN_CHAINS, Family, Ruleset, Rulesets
+from agent.model.owner import Role
+from agent.model.ruleset import Family, Ruleset
 from agent.model.state import EBPF, GUARD, NFTABLES
-from agent.model.wanted import captures
 
-ENTRY = "ebpf: the namespace is enrolled with the programs of the node"
-NOTHING = Enrolment(None)
-NATIVE_GOAL = re.compile(r"(redirect to|tproxy (?:ip |ip6 )?to) \S*:(\d+)")
+__all__ = ["find", "lone_guard", "lone_sets", "on_host", "on_pod"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """All captures of one namespace, however they were made."""
-
-    seen: Seen
-    parts: Mapping[str, Rulesets]
-    native: tuple[NativeTable, ...]
-    pod: PodFact | None
-    command: str
-    targets: Counter[tuple[Family | None, Goal]] = field(default_factory=Counter)
-
-    @property
-    def ambient(self) -> bool:
-        native = any(table.name.startswith("istio-ambient-") for table in self.native)
-        return native or any(
-            chain.name in ("ISTIO_PRERT", "ISTIO_POSTRT")
-            for parts in self.parts.values()
-            for ruleset in parts.values()
-            for table in ruleset.tables
-            for chain in table.chains
-        )
-
-    @property
-    def enrolment(self) -> Enrolment | None:
-        """What eBPF was told of the namespace."""
-        found = self.seen.state.enrolment
-        return found if found is not None and found.is_of_namespace else None
-
-    @property
-    def owner(self) -> str:
-        if self.ambient:
-            return "istio-ambient"
-        own = set(self.parts) == {NFTABLES} or (self.enrolment and not self.parts)
-        return "intercept-agent" if own else "istio"
-
-    def where(self) -> Where:
-        families = {f for parts in self.parts.values() for f in parts}
-        if self.enrolment and self.enrolment.settings:
-            families |= set(self.enrolment.settings.families)
-        tables = {t.name for p in self.parts.values() for r in p.values() for t in r.tables}
-        backends = [
-            *self.parts,
-            *([NFTABLES] if self.native and NFTABLES not in self.parts else []),
-            *([EBPF] if self.enrolment else []),
-        ]
-        return Where(
-            netns=self.seen.name,
-            pod=self.pod.title if self.pod else "",
-            family=",".join(f.value for f in Family if f in families),
-            backend=",".join(backends),
-            table=",".join(sorted(tables | {f"{t.family} {t.name}" for t in self.native})),
-        )
-
-    def objects(self) -> tuple[str, ...]:
-        named: dict[str, None] = {}
-        for backend, parts in self.parts.items():
-            for ruleset in parts.values():
-                for table in ruleset.tables:
-                    for chain in table.chains:
-                        if chain.name not in BUILTIN_CHAINS.get(table.name, ()):
-                            named[chain.name] = None
-                            continue
-                        for rule in chain.rules:
-                            named[f"-t {table.name} {render_rule(chain.name, rule)}"] = None
-            named |= {f"table inet {t}": None for t, b in OWN_TABLES.items() if b == backend}
-        named |= {f"table {t.family} {t.name}": None for t in self.native}
-        named |= {ENTRY: None} if self.enrolment else {}
-        return tuple(named)
-
-    def size(self) -> str:
-        rules = sum(r.rule_count() for parts in self.parts.values() for r in parts.values())
-        rules += sum(len(re.findall(r"(?m)^\t\t\S", t.text)) for t in self.native)
-        if self.enrolment and not rules:
-            return ENTRY
-        return f"{rules} capture rules in {' and '.join(self.where().backend.split(','))}"
-
-    def takes(self) -> Takes:
-        """What taking all of it away takes: rules, tables, and the routes that only it needs."""
-        routes = self.seen.state.routes
-        return Takes(
-            capture=bool(self.parts) or self.enrolment is not None,
-            tables=frozenset((t.family, t.name) for t in self.native),
-            routes=tuple(r for r in routes if _of_a_capture(policy.owner_of(r, routes))),
-        )
-
-
-def _of_a_capture(owner: Owner | None) -> bool:
-    return owner is not None and owner.role is Role.CAPTURE
-
-
-def find(seen: Seen, pod: PodFact | None, command: str) -> Found | None:
-    """Return the captures of a namespace, or None; `command` says how to name it to a command."""
-    parts = captures(seen.state)
-    native = tuple(
-        table
-        for table in seen.tables
-        if table.name not in OWN_TABLES
-        and (owner := catalogue.owner_of_table(table.family, table.name))
-        and owner.role is Role.CAPTURE
-    )
-    if not parts and not native and not (seen.state.enrolment or NOTHING).is_of_namespace:
-        return None
-    targets: Counter[tuple[Family | None, Goal]] = Counter()
-    for rulesets in parts.values():
-        for family, ruleset in rulesets.items():
-            targets.update({(family, goal): n for goal, n in goals(ruleset).items()})
-    for table in native:
-        for how, port in NATIVE_GOAL.findall(table.text):
-            targets[None, Goal("tcp", int(port), how.startswith("tproxy"))] += 1
-    if seen.state.enrolment and (settings := seen.state.enrolment.in_force):
-        targets.update((family, goal) for family in settings.families for goal in turned(settings))
-    return Found(seen=seen, parts=parts, native=native, pod=pod, command=command, targets=targets)
-
-
-def on_pod(found: Found) -> Iterator[Finding]:
+def on_pod(found: Found, node: Node) -> Iterator[Finding]:
     """Yield what is wrong with the captures of a namespace that is not the node's own."""
     closed = unanswered(found)
     wants = found.pod.wants if found.pod else None
-    if wants is False and found.pod and not (found.ambient and not closed):
-        yield _stale(found, found.pod)
+    life = found.life(node)
+    if found.pod and found.is_stale(closed=bool(closed)):
+        yield _stale(found, found.pod, life)
     if closed:
-        yield _blackhole(found, closed, wants=wants)
+        yield _blackhole(found, closed, life, wants=wants)
     yield from _partial(found, wants=wants)
     if len(found.parts) + (found.enrolment is not None) > 1:
         yield _doubled(found)
@@ -249,14 +131,14 @@ def unanswered(found: Found) -> list[tuple[Goal, str]]:
     ]
 
 
-def _stale(found: Found, pod: PodFact) -> Finding:
+def _stale(found: Found, pod: PodFact, life: tuple[str, ...]) -> Finding:
     return Finding(
         kind=Kind.STALE_CAPTURE,
         severity=Severity.WARNING,
         where=found.where(),
         objects=found.objects(),
         owner=found.owner,
-        evidence=(found.size(), pod.reason),
+        evidence=(found.size(), pod.reason, *life),
         explanation="The pod's labels and annotations do not ask for a capture (any more), but its "
         "rules are still there: its traffic goes on through the proxy for as long as that runs.",
         fix=_clean(found.command, Kind.STALE_CAPTURE),
@@ -264,7 +146,9 @@ def _stale(found: Found, pod: PodFact) -> Finding:
     )
 
 
-def _blackhole(found: Found, closed: list[tuple[Goal, str]], *, wants: bool | None) -> Finding:
+def _blackhole(
+    found: Found, closed: list[tuple[Goal, str]], life: tuple[str, ...], *, wants: bool | None
+) -> Finding:
     ports = ", ".join(str(goal) for goal, _ in closed)
     what = f"New connections are sent to {ports}, where nobody listens, and are refused. "
     if wants:
@@ -274,7 +158,7 @@ def _blackhole(found: Found, closed: list[tuple[Goal, str]], *, wants: bool | No
             where=found.where(),
             objects=found.objects(),
             owner=found.owner,
-            evidence=(found.size(), *(said for _, said in closed)),
+            evidence=(found.size(), *(said for _, said in closed), *life),
             explanation=what + "The pod asks for its capture, so it is the proxy that is missing: "
             "it has not started yet, or has ended.",
             fix=f"intercept-agent check {found.command} --probe",
@@ -289,7 +173,7 @@ def _blackhole(found: Found, closed: list[tuple[Goal, str]], *, wants: bool | No
         where=found.where(),
         objects=found.objects(),
         owner=found.owner,
-        evidence=(found.size(), *(said for _, said in closed)),
+        evidence=(found.size(), *(said for _, said in closed), *life),
         explanation=what + why,
         fix=_clean(found.command, Kind.BLACKHOLE),
         takes=found.takes(),
@@ -321,7 +205,7 @@ def _one_sided(found: Found) -> tuple[str, ...]:
     """Return what only one family's capture leaves open, over all backends together."""
     if found.native or found.enrolment:
         return ()
-    together: dict[Family, Ruleset] = {}
+    together = dict[Family, Ruleset]()
     for parts in found.parts.values():
         for family, ruleset in parts.items():
             if family not in together or not goals(together[family]):

@@ -24,7 +24,7 @@ def flaws(capture: Ruleset) -> tuple[str, ...]:
     if capture.tables and capture.table("nat") is None:
         tables = " and ".join(table.name for table in capture.tables)
         found.append(f"there are capture rules in {tables}, and none in nat")
-    ambient = any(t.chain("ISTIO_PRERT") for t in capture.tables)
+    ambient = owned.is_ambient(capture)
     for table in capture.tables:
         found += _unreached(table)
         if not ambient:

@@ -19,12 +19,24 @@ class PodFact:
     """What the agent or the runtime says of a pod.
 
     `wants` tells whether its labels and annotations ask for capture, None where that is not known;
-    `reason` is a sentence that says why.
+    `ambient` whether they ask for the node's proxy; `reason` is a sentence that says why.
     """
 
     title: str
     wants: bool | None
     reason: str
+    ambient: bool | None = None
+
+    @classmethod
+    def of(cls, title: str, reason: str, text: str, *, captured: bool) -> "PodFact":
+        """Return what follows from a decision: its reason in one word, and in words."""
+        ambient = {Reason.AMBIENT: True, Reason.NOT_ENROLLED: False}
+        return cls(
+            title=title,
+            wants=wants_capture(reason, captured=captured),
+            reason=text,
+            ambient=ambient.get(Reason(reason)) if reason in set(Reason) else None,
+        )
 
 
 # What a decision's reason means for rules that are there: these pods have rightful ones, though
@@ -32,7 +44,7 @@ class PodFact:
 OTHERS_CAPTURE = frozenset(
     {Reason.INIT_CONTAINER, Reason.AMBIENT, Reason.INVALID_ANNOTATIONS, Reason.RUNTIME_CLASS}
 )
-NOT_KNOWN = frozenset({Reason.NOT_KUBERNETES, Reason.UNKNOWN_POD})
+NOT_KNOWN = frozenset({Reason.NOT_KUBERNETES, Reason.UNKNOWN_POD, Reason.UNKNOWN_LABELS})
 
 
 def wants_capture(reason: str, *, captured: bool) -> bool | None:

@@ -179,7 +179,9 @@ def judge(seen: Seen, node: Node, subject: Subject) -> Iterator[Finding]:
     title, command = pod.title if pod else "", subject.command
     capture = captures.find(seen, pod, command)
     if capture:
-        yield from captures.on_host(capture, node) if subject.host else captures.on_pod(capture)
+        yield from (
+            captures.on_host(capture, node) if subject.host else captures.on_pod(capture, node)
+        )
     else:
         yield from captures.lone_guard(seen, pod, command)
         yield from captures.lone_sets(seen, node, command)

@@ -15,13 +15,14 @@ from agent.lint import metadata
 from agent.lint import pods as pod_checks
 from agent.lint.manifest import Manifest, manifests
 from agent.lint.report import Problem, Report, Severity, Verdict
+from agent.model import ambient_pod, remarks
 from agent.model import annotations as names
-from agent.model import remarks
 from agent.model.decision import Decision, Reason
 from agent.model.injection import asks, foresee
 from agent.model.note import Note, Place
 from agent.model.pod import AUTO, Namespace, Pod, Policy, parsable
 from agent.model.settings import dump, parse
+from agent.model.values import AMBIENT
 
 # Pods that are captured, or would be if they were described rightly.
 _CAPTURED = frozenset({Reason.INJECTED, Reason.INVALID_ANNOTATIONS, Reason.RUNTIME_CLASS})
@@ -69,10 +70,11 @@ class _Found:
     pod: Pod
     mistakes: tuple[Note, ...]
     decision: Decision
+    ambient: bool  # asks for the node's proxy
 
     @property
     def captured(self) -> bool:
-        return self.decision.reason in _CAPTURED
+        return self.decision.reason in _CAPTURED and not self.ambient
 
     @property
     def may_be(self) -> bool:
@@ -172,12 +174,15 @@ class _Check:
         # Unlike a running pod's, a manifest without labels or annotations is known to have none.
         pod = replace(pod, labels=pod.labels or {}, annotations=pod.annotations or {})
         pod = replace(pod, containers=pod.containers or ())
+        decision = foresee(pod, self._namespace, self._policy, _variables(pod))
+        ambient = self._policy.mode == AMBIENT and not asks(pod, self._namespace)
+        if ambient and ambient_pod.asks(pod, self._namespace):
+            return _Found(pod, ambient_pod.mistakes(pod), decision, ambient=True)
         raw = names.raw_settings(pod, self._policy.defaults)
         mistakes = names.mistakes(pod, raw)
         none = {one.at for one in names.given(pod) if one.value == "NONE"}
         mistakes = tuple(note for note in mistakes if note.at not in none)  # a mode, if no capture
-        decision = foresee(pod, self._namespace, self._policy, _variables(pod))
-        return _Found(pod, mistakes, decision)
+        return _Found(pod, mistakes, decision, ambient=False)
 
 
 def _oversize(pod: Pod) -> Note | None:
@@ -209,6 +214,9 @@ def _variables(pod: Pod) -> dict[str, str]:
 
 def _warnings(found: _Found, spec: Mapping[str, Any]) -> Iterator[Note]:
     pod, decision = found.pod, found.decision
+    if found.ambient:
+        yield from (*remarks.notes(pod, None), *ambient_pod.notes(pod))
+        return
     right, raw = _without_mistakes(found)
     yield from remarks.notes(right, raw if found.may_be else None)
     if found.may_be:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from agent.model import numbers
+from agent.model.owned import AMBIENT_CHAIN
 from agent.model.ruleset import (
     Family,
     Match,
@@ -18,7 +19,7 @@ from agent.model.ruleset import (
 from agent.model.settings import Settings
 from agent.model.values import address_text
 
-ARRIVING, LEAVING = "ISTIO_PRERT", "ISTIO_OUTPUT"
+ARRIVING, LEAVING = AMBIENT_CHAIN, "ISTIO_OUTPUT"
 
 _ACCEPT, _RETURN = Target("ACCEPT"), Target("RETURN")
 _TCP = Match("tcp")
@@ -84,7 +85,8 @@ def _inbound(settings: Settings, family: Family, lo: str) -> list[Rule]:
 
 def _outbound(settings: Settings, family: Family, lo: str) -> list[Rule]:
     probe = basic(destination=_host(settings, family), protocol="tcp")
-    rules = [Rule((probe, _TCP), _ACCEPT)]
+    rules = [Rule((match("cgroup", "--path", path),), _RETURN) for path in settings.passing]
+    rules.append(Rule((probe, _TCP), _ACCEPT))
     others = basic(not_destination=lo, protocol="tcp")
     if settings.dns_active:
         query = basic(not_out_interface="lo", protocol="udp")

@@ -38,6 +38,14 @@ def asks(pod: Pod, namespace: Namespace) -> str:
     return ""
 
 
+def enrolled(pod: Pod) -> str:
+    """Return the note of Istio's node agent that it has captured the pod, or nothing."""
+    if _has_sidecar(pod) or pod.label(names.DATAPLANE_MODE) == "none":
+        return ""
+    noted = pod.annotation(REDIRECTION) == "enabled"
+    return f"annotation {REDIRECTION} is 'enabled'" if noted else ""
+
+
 def may_ask(pod: Pod, namespace: Namespace) -> bool:
     """Whether labels that are not known could ask for it."""
     if _has_sidecar(pod) or asks(pod, namespace):

@@ -34,6 +34,8 @@ class Reason(StrEnum):
     INJECT_FALSE = "inject-false"
     NAMESPACE_LEFT = "namespace-left"
     AMBIENT = "ambient"
+    NOT_ENROLLED = "not-enrolled"  # as not-injected, and certainly no ambient pod either
+    UNKNOWN_LABELS = "unknown-labels"
     MODE_NONE = "mode-none"
     RUNTIME_CLASS = "runtime-class"
     INVALID_ANNOTATIONS = "invalid-annotations"
@@ -214,14 +216,14 @@ def _no_proxy(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None
     else:
         text = f"no container is named {PROXY}"
     certain = pod.containers is not None or status is None
-    ambient = ambient_pod.asks(pod, namespace)
-    if ambient:
+    if ambient := ambient_pod.asks(pod, namespace) or ambient_pod.enrolled(pod):
         text = f"{ambient}, and this agent captures pods with a sidecar only (capture); {text}"
         return _left(Reason.AMBIENT, text, certain=certain)
     if policy.mode == AMBIENT and ambient_pod.may_ask(pod, namespace):
         text = f"{text}, and whether a label asks for ambient is not known here"
-        return _left(Reason.NOT_INJECTED, text, certain=False)
-    return _left(Reason.NOT_INJECTED, text + _why_not_injected(pod, namespace), certain=certain)
+        return _left(Reason.UNKNOWN_LABELS, text, certain=False)
+    reason = Reason.NOT_ENROLLED if policy.mode == AMBIENT else Reason.NOT_INJECTED
+    return _left(reason, text + _why_not_injected(pod, namespace), certain=certain)
 
 
 def _why_not_injected(pod: Pod, namespace: Namespace) -> str:

@@ -26,6 +26,7 @@ from agent.model.ruleset import (
 )
 
 CHAIN_PREFIX = "ISTIO_"
+AMBIENT_CHAIN = "ISTIO_PRERT"
 
 TPROXY_MARKS = frozenset({numbers.TPROXY_MARK, numbers.TPROXY_SELF_MARK})
 DNS_ZONES = frozenset({numbers.ZONE_PROXY_TO_UPSTREAM, numbers.ZONE_CLIENT_TO_PROXY})
@@ -130,6 +131,11 @@ def merged(others: Rulesets, captures: Rulesets) -> Rulesets:
         for family in Family
         if family in captures or family in others
     }
+
+
+def is_ambient(loaded: Ruleset) -> bool:
+    """Tell a capture for the node's proxy: no other has this chain."""
+    return any(table.chain(AMBIENT_CHAIN) for table in loaded.tables)
 
 
 def _has_capture_chain(loaded: Ruleset) -> bool:

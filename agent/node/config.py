@@ -78,6 +78,15 @@ class Config:
     capture: str = SIDECAR
     ambient: Mapping[str, object] = field(default_factory=lambda: {"redirect_dns": True})
 
+    def policy(self, own_namespace: str = "") -> Policy:
+        """Return by what it is decided which pods are captured; the agent's pods are its own."""
+        return Policy(
+            exclude_namespaces=self.exclude_namespaces,
+            own_namespace=own_namespace,
+            mode="ambient" if self.capture == AMBIENT else "sidecar",
+            ambient=self.ambient,
+        )
+
 
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "socket": (),

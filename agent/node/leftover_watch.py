@@ -11,12 +11,13 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from agent.kernel import netns
 from agent.leftovers.finding import Kind, Severity
-from agent.leftovers.node import wants_capture
+from agent.leftovers.node import PodFact
 from agent.model.errors import AgentError
 from agent.node.events import Events
 from agent.node.pod import Pod
@@ -146,8 +147,8 @@ class LeftoverWatch:
     def _subject(self, pod: Pod) -> list[Subject]:
         if pod.wish.netns is None:
             return []
-        wants = wants_capture(pod.wish.reason, captured=pod.wish.settings is not None)
-        about = {"title": pod.wish.label, "wants": wants, "reason": pod.wish.text}
+        wish, captured = pod.wish, pod.wish.settings is not None
+        about = asdict(PodFact.of(wish.label, wish.reason, wish.text, captured=captured))
         request = {"name": f"pod:{pod.wish.label}", "host": False, "pod": about}
         return [(pod.wish.label, pod.wish.netns, request)]
 

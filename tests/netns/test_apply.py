@@ -282,7 +282,7 @@ def test_captured_connections_outlive_other_settings_and_other_backends(
 
     The kernel does not allow as much for `remove` (kernel fact 10).
     """
-    for first in ("redirect", "tproxy"):
+    for first in ("redirect", "tproxy", "ambient"):
         capture(pod.pod, SETTINGS[first], backend)
         assert set(pod.hold()) == {"proxy-15001", "proxy-15006"}
         others = (b for b in BACKENDS if b != backend)
@@ -291,6 +291,7 @@ def test_captured_connections_outlive_other_settings_and_other_backends(
             (backend, "redirect-dns"),
             (next(others), "other-mark-and-table"),
             (next(others), "redirect"),
+            (backend, "ambient"),
             (backend, "other-ports"),
         ):
             capture(pod.pod, SETTINGS[raw], chosen)

@@ -32,7 +32,7 @@ from tests.support.netns import inside
 pytestmark = pytest.mark.netns
 
 PROXIES = frozenset(f"proxy-{port}" for port in PROXY_PORTS)
-MODES = ("redirect", "tproxy", "redirect-dns", "tproxy-dns")
+MODES = ("redirect", "tproxy", "redirect-dns", "tproxy-dns", "ambient")
 STANDING = {name: {**SETTINGS[name], "guard": "standing"} for name in MODES}
 
 
@@ -126,7 +126,7 @@ def undo(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda deed: deed.__name__)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", ["redirect", "tproxy-dns"])
+@pytest.mark.parametrize("mode", ["redirect", "tproxy-dns", "ambient"])
 def test_nobody_gets_past_the_proxy_while_the_rules_are_altered(
     pod: Lab, backend: str, mode: str, deed: object
 ) -> None:

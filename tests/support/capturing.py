@@ -58,6 +58,7 @@ SETTINGS: Mapping[str, Raw] = {
         "outbound_ip_ranges_exclude": "10.1.0.0/16,fd00:1::/32",
     },
     "other-mark": {**TPROXY, **DNS, "inbound_tproxy_mark": 1400},
+    "ambient": {"mode": "ambient", "enable_ipv6": True, "redirect_dns": True},
 }
 RICH = SETTINGS["tproxy-dns"]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agent.explain.finding import Severity
+from agent.explain.origin import setting_of
 from agent.explain.pod import page
 from agent.explain.pod.exemptions import exemptions
 from agent.explain.pod.facts import AgentView, Facts, Listener, PodFacts, Said
@@ -293,6 +294,36 @@ nat OUTPUT -j ISTIO_OUTPUT
 nat ISTIO_PRERT ! -d 127.0.0.1/32 -p tcp -m tcp ! --dport 15008 -m mark ! --mark 0x539/0xfff -j REDIRECT --to-ports 15006
 nat ISTIO_OUTPUT ! -d 127.0.0.1/32 -p tcp -m mark ! --mark 0x539/0xfff -j REDIRECT --to-ports 15001
 """  # noqa: E501
+
+
+ORIGINS = {
+    ("mangle", "ISTIO_PRERT"): ["mode"],
+    ("mangle", "ISTIO_OUTPUT"): ["mode"],
+    ("nat", "PREROUTING"): ["mode"],
+    ("nat", "OUTPUT"): ["mode"],
+    ("nat", "ISTIO_PRERT"): [
+        *("reroute_virtual_interfaces", "reroute_virtual_interfaces"),
+        *("host_probe_snat_ip", "inbound_ports_include"),
+    ],
+    ("nat", "ISTIO_OUTPUT"): [
+        *("init_cgroups", "host_probe_snat_ip", "redirect_dns", "redirect_dns"),
+        *("mode", "mode", "mode"),
+    ],
+    ("raw", "ISTIO_OUTPUT"): ["redirect_dns"],
+    ("raw", "ISTIO_PRERT"): ["redirect_dns"],
+}
+
+
+def test_each_rule_of_an_ambient_capture_comes_from_its_setting() -> None:
+    raw = {"mode": "ambient", "redirect_dns": True, "reroute_virtual_interfaces": "tap0"}
+    gate = {"gate": "listener", "init_cgroups": ["/kubepods/pod1/abc"]}
+    ruleset = plan(parse({**raw, **gate})).rulesets[Family.IPV4]
+    for (name, chain), wanted in ORIGINS.items():
+        table = ruleset.table(name)
+        assert table is not None
+        found = [setting_of(table, chain, number + 1) for number in range(len(wanted))]
+        assert found == wanted, (name, chain)
+        assert setting_of(table, chain, len(wanted) + 1) is None
 
 
 def test_ambient_namespace_is_known_as_such_and_not_called_stale() -> None:

@@ -719,3 +719,57 @@ def test_what_is_captured_here_is_captured_by_the_daemon() -> None:
     decision = decide(kube.pod(document), Namespace(name="shop"), Policy())
     (found,) = validate([(FILE, json.dumps({"kind": "Pod", **document}).encode())]).documents
     assert (found.captured, found.text) == (decision.captured, decision.text)
+
+
+AMBIENT = """
+kind: Namespace
+metadata: {name: shop, labels: {istio.io/dataplane-mode: ambient}}
+---
+kind: Pod
+metadata:
+  name: web
+  namespace: shop
+  annotations:
+    ambient.istio.io/dns-capture: perhaps
+    traffic.sidecar.istio.io/excludeOutboundPorts: "99999"
+spec: {containers: [{name: web, image: web}]}
+---
+kind: Pod
+metadata: {name: api, namespace: shop, annotations: {istio.io/reroute-virtual-interfaces: a b}}
+spec: {containers: [{name: api, image: api}]}
+---
+kind: Pod
+metadata: {name: job, namespace: shop, labels: {istio.io/dataplane-mode: none}}
+spec: {containers: [{name: job, image: job}]}
+"""
+
+
+def test_ambient_pods_are_judged_as_such_where_they_are_captured() -> None:
+    found = validate([("shop.yaml", AMBIENT.encode())], policy=Policy(mode="ambient"))
+    _, web, api, job = found.documents
+    assert (web.captured, web.reason) == (True, "ambient")
+    assert web.settings is not None
+    assert (web.settings["mode"], web.settings["redirect_dns"]) == ("ambient", False)
+    assert (api.captured, api.reason) == (False, "invalid-annotations")
+    assert (job.captured, job.reason) == (False, "not-enrolled")
+    said = [(problem.severity.value, problem.line, problem.message) for problem in found.problems]
+    assert said == [
+        (
+            "warning",
+            10,
+            "annotation ambient.istio.io/dns-capture is 'perhaps', which is neither true nor "
+            "false, so it has no effect",
+        ),
+        (
+            "warning",
+            11,
+            "annotation traffic.sidecar.istio.io/excludeOutboundPorts has no effect on an ambient "
+            "pod",
+        ),
+        (
+            "error",
+            15,
+            "annotation istio.io/reroute-virtual-interfaces: 'a b' is not an interface name: 1 to "
+            "15 characters, a letter first, then letters, digits, '_', '.' or '-'",
+        ),
+    ]

@@ -32,7 +32,7 @@ class Way(StrEnum):
 
     OUT = "out"
     IN = "in"
-    # What a TPROXY proxy does: it speaks to the application from the client's own address.
+    # What a proxy does that speaks to the application from the client's own address.
     BACK = "back"
 
 
@@ -41,8 +41,9 @@ class Attempt:
     """One connection, or one datagram, and the port where the settings make it land.
 
     `lands` None means that it must not be captured. `owner` is None for what comes from outside.
-    `live` tells that somebody else listens where it must land. `local` destinations need no road,
-    and the road of an `everyone` one is open to everyone in the pod.
+    `mark` is that of the socket. `live` tells that somebody else listens where it must land.
+    `local` destinations need no road, and the road of an `everyone` one is open to everyone in the
+    pod.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Attempt:
     port: int
     lands: int | None
     owner: Owner | None = None
+    mark: int = 0
     everyone: bool = False
     local: bool = False
     live: bool = False

@@ -229,8 +229,8 @@ class _Exchange:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS, HOP_LIMIT)
         if attempt.way is Way.BACK:
             make_transparent(made)
-            mark = self._settings.inbound_tproxy_mark
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
+        if attempt.mark:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, attempt.mark)
         if (source := self._source(attempt)) is not None:
             made.bind((str(source), 0))
         goal = (str(attempt.destination), attempt.port)

@@ -103,11 +103,14 @@ class _Choice:
 
     def __post_init__(self) -> None:
         self.family = self.link.family
-        self.uids = minus(ALL_IDS, self.settings.proxy_uid)
+        # A proxy that is known by its mark may be anybody, and anybody may have its ids.
+        uids, gids = self.settings.proxy_uid, self.settings.proxy_gid
+        uids, gids = ((), ()) if self.settings.ambient else (uids, gids)
+        self.uids = minus(ALL_IDS, uids)
         groups = self.settings.owner_groups_include
         excluded = self.settings.owner_groups_exclude if groups.everything else ()
         included = ALL_IDS if groups.everything else groups.items
-        self.gids = minus(included, (*excluded, *self.settings.proxy_gid))
+        self.gids = minus(included, (*excluded, *gids))
         own = (Span(int(a), int(a)) for a in self.facts.own(self.family))
         ends = (int(self.link.pod), int(self.link.far))
         self.unusable = (*spans_of(NOT_OUTSIDE[self.family]), *own, *(Span(e, e) for e in ends))
@@ -219,6 +222,9 @@ class _Choice:
         """Turn an attempt that is captured into ones that are exempt, for one reason each."""
         name = f"exempt {self.family}"
         base = replace(captured, lands=None, live=False)
+        if self.settings.ambient:
+            yield replace(base, name=f"{name} proxy mark", mark=numbers.AMBIENT_MARK)
+            return
         by_uid = Owner(self.settings.proxy_uid[0].first, owner.gid)
         by_gid = Owner(owner.uid, self.settings.proxy_gid[0].first)
         yield replace(base, name=f"{name} proxy uid", owner=by_uid)
@@ -272,8 +278,12 @@ class _Choice:
         port = self._quiet(minus(common(exempt, ALL_PORTS), self._own_ports()))
         if port is not None:
             yield self._inside(f"exempt {self.family} inbound port", port, None)
+        if self.settings.ambient:
+            tunnel = self.settings.inbound_tunnel_port
+            yield self._inside(f"exempt {self.family} tunnel", tunnel, None)
+            yield self._back("return", numbers.AMBIENT_MARK)
         if self.settings.tproxy:
-            yield self._back()
+            yield self._back("tproxy return", self.settings.inbound_tproxy_mark)
 
     def _own_ports(self) -> tuple[Span, ...]:
         """Return the ports that the proxy itself lives on: a connection there proves nothing."""
@@ -305,8 +315,8 @@ class _Choice:
             live=live,
         )
 
-    def _back(self) -> Found:
-        name = f"tproxy return {self.family}"
+    def _back(self, what: str, mark: int) -> Found:
+        name = f"{what} {self.family}"
         owner = self._application() or Owner(_preferred(ALL_IDS), _preferred(ALL_IDS))
         port = self._quiet(HIGH_PORTS)
         ranges = self.settings.outbound_ip_ranges_include.items
@@ -321,6 +331,7 @@ class _Choice:
             port=port,
             lands=port,
             owner=owner,
+            mark=mark,
         )
 
     # DNS
@@ -343,8 +354,11 @@ class _Choice:
         for attempt in attempts:
             if isinstance(attempt, Attempt) and not attempt.local and attempt.protocol == "udp":
                 ids = Owner(self.settings.proxy_uid[0].first, self.settings.proxy_gid[0].first)
-                exempt = f"exempt {self.family} dns"
-                yield replace(attempt, name=exempt, owner=ids, lands=None, live=False)
+                exempt = replace(attempt, name=f"exempt {self.family} dns", lands=None, live=False)
+                if self.settings.ambient:
+                    yield replace(exempt, mark=numbers.AMBIENT_MARK)
+                else:
+                    yield replace(exempt, owner=ids)
                 return
 
     def _queries(self, name: str, owner: Owner) -> Iterator[Found]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from agent.capture.probing.attempt import Attempt, Facts, Observation, Outcome, ProbeResult, Way
 from agent.capture.probing.space import LOOPBACK
 from agent.kernel.sockets import Endpoint
+from agent.model.plan import PolicyRule, routes
 from agent.model.settings import Settings
 
 Judged = tuple[Outcome, str]
@@ -35,7 +36,9 @@ class Judge:
 
     def _who(self, attempt: Attempt) -> str:
         if attempt.way is Way.BACK:
-            return f"with mark {self.settings.inbound_tproxy_mark} from a client's address"
+            return f"with mark {attempt.mark} from a client's address"
+        if attempt.mark:
+            return f"with mark {attempt.mark:#x} from {attempt.owner}"
         return f"from {attempt.owner}" if attempt.owner else "from outside"
 
     # what must be captured
@@ -163,10 +166,8 @@ class Judge:
         if attempt.way is Way.BACK:
             return Outcome.FAILED, (
                 "got no answer: the application's answers leave the pod instead of going back to "
-                f"the proxy. Marked packets need `ip -{attempt.family.version} rule add fwmark "
-                f"{settings.inbound_tproxy_mark} lookup {settings.inbound_tproxy_route_table}` and "
-                "a local default route in that table, the mangle rules that restore the mark, and "
-                "rp_filter 0"
+                f"the proxy. Marked packets need `{self._policy(attempt)}` and a local default "
+                "route in that table, the mangle rules that restore the mark, and rp_filter 0"
             )
         cause = "a rule drops it"
         if not self.facts.surroundings.lo_up:
@@ -177,6 +178,11 @@ class Judge:
             if any(s.local[1] == port and not s.transparent for s in self.facts.listeners):
                 cause = f"the listener on port {port} lacks IP_TRANSPARENT, so TPROXY drops it"
         return Outcome.FAILED, f"got no answer: {cause}; {self._advice(attempt)}"
+
+    def _policy(self, attempt: Attempt) -> str:
+        """Return the command that makes the policy rule of the capture."""
+        rules = (route for route in routes(self.settings) if isinstance(route, PolicyRule))
+        return next((r.command() for r in rules if r.family is attempt.family), "ip rule")
 
     def _no_loopback(self, attempt: Attempt) -> str:
         if self.facts.surroundings.lo_up:
@@ -255,6 +261,8 @@ class Judge:
         way = "--in"
         if attempt.owner:
             way = f"--uid {attempt.owner.uid} --gid {attempt.owner.gid}"
+        if attempt.mark:
+            way = f"{way} --mark {attempt.mark:#x}"
         protocol = " --proto udp" if attempt.protocol == "udp" else ""
         command = f"intercept-agent trace --netns {self.path} {way} --to {text(attempt.goal)}"
         return f"`{command}{protocol}` shows the way"

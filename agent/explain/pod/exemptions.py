@@ -18,6 +18,8 @@ EXEMPT: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "outbound_ports_exclude": ("outbound ports", ("--dport", "--dports")),
     "outbound_ip_ranges_exclude": ("outbound networks", ("-d",)),
     "exclude_interfaces": ("interfaces", ("-i", "-o")),
+    "host_probe_snat_ip": ("the node's probes from", ("-s", "-d")),
+    "host_probe_snat_ipv6": ("the node's probes from", ("-s", "-d")),
     "proxy_uid": ("users", ("--uid-owner",)),
     "proxy_gid": ("groups", ("--gid-owner",)),
     "owner_groups_exclude": ("groups outbound", ("--gid-owner",)),

@@ -11,6 +11,7 @@ from datetime import datetime
 from agent.formats.envoy import Certificate
 from agent.kernel.processes import Process
 from agent.kernel.sockets import KernelSocket
+from agent.model import owned
 from agent.model.decision import Decision
 from agent.model.host import LOOPBACK, Host
 from agent.model.numbers import PROXY_ID
@@ -150,14 +151,26 @@ class Facts:
         )
 
     @property
+    def ambient(self) -> bool:
+        """Whether the proxy is the node's, which is known by its mark and not by its user."""
+        if self.settings is not None:
+            return self.settings.ambient
+        loaded = self.state.loaded.values() if self.state else ()
+        return any(owned.is_ambient(r) for rulesets in loaded for r in rulesets.values())
+
+    @property
     def proxy_uids(self) -> tuple[tuple[int, int], ...]:
         """The ranges of user ids that are exempt as the proxy's."""
+        if self.ambient:
+            return ()
         if self.settings is None:
             return ((PROXY_ID, PROXY_ID),)
         return tuple((span.first, span.last) for span in self.settings.proxy_uid)
 
     @property
     def proxy_gids(self) -> tuple[tuple[int, int], ...]:
+        if self.ambient:
+            return ()
         if self.settings is None:
             return ((PROXY_ID, PROXY_ID),)
         return tuple((span.first, span.last) for span in self.settings.proxy_gid)

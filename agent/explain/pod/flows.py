@@ -153,11 +153,14 @@ def _of_app(facts: Facts, protocol: str, to: Address, port: int) -> Packet:
 
 def _of_proxy(facts: Facts) -> Packet:
     """Return a connection of the proxy itself, as who it really is."""
+    to = _outside(facts, (*facts.families, Family.IPV4)[0])
+    sent = Packet(protocol="tcp", destination=to, dport=OUTSIDE_PORT, uid=0, cgroup="/")
+    if facts.ambient:
+        return replace(sent, mark=numbers.AMBIENT_MARK)
     port = facts.settings.proxy_port if facts.settings else numbers.PROXY_PORT
     who = next((p for one in facts.listening(port) for p in one.processes), None)
     uid, gid = (who.uid, who.gid) if who else (facts.proxy_uids[0][0], facts.proxy_gids[0][0])
-    to = _outside(facts, (*facts.families, Family.IPV4)[0])
-    return Packet(protocol="tcp", destination=to, dport=OUTSIDE_PORT, uid=uid, gid=gid, cgroup="/")
+    return replace(sent, uid=uid, gid=gid)
 
 
 def _group(facts: Facts, uid: int) -> int:
@@ -301,6 +304,8 @@ def _nobody(facts: Facts, packet: Packet, port: int) -> str:
 def _title(walked: Trace) -> str:
     packet = walked.packet
     to = f"{packet.protocol.upper()} to {endpoint(packet.destination, packet.dport)}"
+    if packet.mark:
+        return f"{to} with mark {packet.mark:#x}"
     return to if packet.uid is None else f"{to} from UID {packet.uid}"
 
 

@@ -10,6 +10,7 @@ from agent.explain.pod.facts import Facts
 from agent.explain.pod.flows import Fate, Flow, flows
 from agent.explain.pod.identities import identities
 from agent.explain.pod.owners import Loaded, loaded
+from agent.model.decision import Reason
 from agent.model.plan import plan
 from agent.model.state import BACKENDS, EBPF, NamespaceState
 
@@ -189,7 +190,9 @@ def _uncaptured(seen: Explanation) -> Iterator[Finding]:
 
 
 def _stale(seen: Explanation) -> Iterator[Finding]:
-    if seen.captured and seen.should_be is False and not any(one.ambient for one in seen.loaded):
+    # Who captures sidecars only does not know whether a label asks for the node's proxy.
+    theirs = any(one.ambient for one in seen.loaded) and seen.reason != Reason.NOT_ENROLLED
+    if seen.captured and seen.should_be is False and not theirs:
         yield Finding(
             kind="stale-capture",
             severity=Severity.WARNING,

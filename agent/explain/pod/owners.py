@@ -21,7 +21,6 @@ from agent.model.state import (
 AGENT = "this agent"
 ISTIO = "istio-init or istio-cni"
 AMBIENT = "Istio's node agent (ambient mode)"
-AMBIENT_CHAIN = "ISTIO_PRERT"
 STEERING = (Role.MESH, Role.CAPTURE)
 NATIVE = {"istio": f"{ISTIO} (Istio's own nftables mode)", "istio-ambient": AMBIENT}
 VALIDATION = "istio-validation"  # the container that comes with istio-cni
@@ -37,10 +36,7 @@ class Loaded:
     owner: str
     evidence: str
     walked: bool = True
-
-    @property
-    def ambient(self) -> bool:
-        return self.owner == AMBIENT
+    ambient: bool = False
 
 
 def loaded(
@@ -80,26 +76,28 @@ def _of_backend(
     if not any(counts.values()):
         return None
     chains = {c.name for rules in captures.values() for table in rules.tables for c in table.chains}
-    owner, evidence = _owner(backend, chains, recorded if backend == chosen else "", annotations)
+    recorded = recorded if backend == chosen else ""
+    owner, evidence = _owner(backend, chains, recorded, annotations)
     return Loaded(
         backend=backend,
         families=tuple(family.value for family, count in counts.items() if count),
         rules=sum(counts.values()),
         owner=owner,
         evidence=evidence,
+        ambient=owned.AMBIENT_CHAIN in chains,
     )
 
 
 def _owner(
     backend: str, chains: set[str], recorded: str, annotations: Mapping[str, str]
 ) -> tuple[str, str]:
-    if AMBIENT_CHAIN in chains:
-        return AMBIENT, f"chain {AMBIENT_CHAIN}"
     if backend == NFTABLES:
         more = f", recorded in {recorded}" if recorded else ", of which there is no record"
         return AGENT, f"table inet intercept-agent{more}"
     if recorded:
         return AGENT, f"recorded in {recorded}"
+    if owned.AMBIENT_CHAIN in chains:
+        return AMBIENT, f"chain {owned.AMBIENT_CHAIN}"
     injected = injected_names(annotations.get(STATUS, "")) or frozenset()
     for container, who in ((INIT, INIT), (VALIDATION, "istio-cni")):
         if container in injected:
@@ -123,6 +121,7 @@ def _native(state: NamespaceState) -> Iterator[Loaded]:
             owner=NATIVE.get(name, by_name(name).title),
             evidence=f"nftables tables {', '.join(tables)}",
             walked=False,
+            ambient=name == "istio-ambient",
         )
 
 
