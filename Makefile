@@ -13,7 +13,7 @@ export PATH := $(PATH):/usr/sbin:/sbin
 # and the browser that looks at the status page.
 PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc2 libbpf1 \
 	iproute2 conntrack procps util-linux ca-certificates git openssl python3 python3-venv \
-	containerd runc containernetworking-plugins busybox-static \
+	containerd runc containernetworking-plugins busybox-static systemd \
 	clang python3-bpfcc \
 	python3-dev gcc libc6-dev \
 	musl-tools bind9-dnsutils chromium-headless-shell
@@ -21,7 +21,8 @@ PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc
 LOCKS := requirements-build.lock requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-containerd check fmt bench cni-static kernel soak fuzz lock proto clean system
+.PHONY: help run test test-containerd check fmt bench cni-static install install-units kernel soak fuzz
+.PHONY: lock proto clean system
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -56,6 +57,31 @@ bench: $(VENV)/installed ## measure how long things take on this machine (root)
 
 cni-static: | system ## build the CNI plugin for nodes without Python: build/intercept-cni
 	$(MAKE) -C deploy/cni
+
+# On a plain host: a virtual environment of its own at PREFIX, and the units. Packages are made with
+# DESTDIR. Of the locks only what runs is installed; setuptools is there while python-iptables is built.
+PREFIX ?= /opt/intercept-agent
+SYSCONFDIR ?= /etc
+UNITDIR ?= /etc/systemd/system
+HOME_BIN = $(DESTDIR)$(PREFIX)/bin
+
+install: install-units | system ## install on this host, with PREFIX, SYSCONFDIR, UNITDIR and DESTDIR (root)
+	$(PYTHON) -m venv --clear $(DESTDIR)$(PREFIX)
+	$(HOME_BIN)/python -m pip install --quiet --require-hashes -r requirements-build.lock
+	$(HOME_BIN)/python -m pip install --quiet --require-hashes --no-build-isolation -r requirements-runtime.lock
+	$(HOME_BIN)/python -m pip install --quiet --no-deps --no-build-isolation .
+	$(HOME_BIN)/python -m pip uninstall --quiet --yes -r requirements-build.lock pip
+	sed -i '1s|^#!$(DESTDIR)|#!|' $(HOME_BIN)/intercept-*
+	@echo 'Installed. To start it: systemctl enable --now intercept-agent'
+
+install-units: ## install the units of systemd and a first configuration alone
+	install -d $(DESTDIR)$(UNITDIR) $(DESTDIR)$(SYSCONFDIR)/intercept-agent
+	for unit in systemd/*.service systemd/*.socket; do \
+		sed 's|/opt/intercept-agent|$(PREFIX)|; s|/etc/intercept-agent|$(SYSCONFDIR)/intercept-agent|' \
+			"$$unit" >"$(DESTDIR)$(UNITDIR)/$${unit#systemd/}" || exit; \
+	done
+	[ -e $(DESTDIR)$(SYSCONFDIR)/intercept-agent/config.yaml ] || \
+		install -m 644 systemd/config.yaml $(DESTDIR)$(SYSCONFDIR)/intercept-agent/config.yaml
 
 kernel: $(VENV)/installed ## run the eBPF tests on the kernel of Debian 12 under qemu (root, minutes)
 	$(RUN) -m tests.vm
@@ -129,10 +155,12 @@ COMPILE := uv pip compile --quiet --upgrade --generate-hashes --no-header \
 	--no-emit-index-url --no-emit-find-links \
 	--python-version 3.11 --python-platform x86_64-manylinux_2_36
 
-lock: | system ## choose the newest versions anew and write both lock files
+lock: | system ## choose the newest versions anew and write the lock files
 	tools=$$(mktemp -d) && trap 'rm -rf "$$tools"' EXIT && \
 	$(PYTHON) -m venv "$$tools" && "$$tools/bin/python" -m pip install --quiet uv && \
 	"$$tools/bin"/$(COMPILE) --extra test pyproject.toml -o requirements.lock && \
+	"$$tools/bin"/$(COMPILE) --no-annotate -c requirements.lock pyproject.toml \
+		-o requirements-runtime.lock && \
 	printf '%s\n' 'hatchling>=1.27' 'setuptools>=77' wheel | "$$tools/bin"/$(COMPILE) \
 		--no-annotate -c requirements.lock - -o requirements-build.lock
 

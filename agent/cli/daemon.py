@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
 import time
 from collections import Counter
@@ -47,6 +48,7 @@ from agent.node.sweeper import Sweeper
 from agent.node.worker_client import WorkerClient
 from agent.observe.http import HttpServer, Page
 from agent.observe.metrics import Metrics
+from agent.observe.service_manager import ServiceManager
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +69,12 @@ class Daemon:
         self._events = Events(time.time, self._feed.publish)
         self._metrics = Metrics()
         self._metrics.cni_present.set(math.nan)  # neither yes nor no before somebody has looked
+        self._manager = ServiceManager(os.environ, self._pending)
         self._ended, self._reload = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._worker = WorkerClient(config.state_dir)
+        self._worker = WorkerClient(config.state_dir, config.worker)
         self._reconciler = Reconciler(
-            self._worker,
-            self._events,
-            self._metrics,
-            publish=self._feed.publish,
-            **_how(config),
+            self._worker, self._events, self._metrics, publish=self._feed.publish, **_how(config)
         )
         self._proxies = ProxyMetrics(self._worker, self._reconciler.pods.values, self._metrics)
         self._leftovers = LeftoverWatch(
@@ -196,8 +195,10 @@ class Daemon:
                 self._start(self._reload_when_told())
                 self._start(self._leftovers.run())
                 self._start(self._sweeper.run())
+                self._start(self._manager.run())
                 log.info("started", extra={"socket": str(self._config.socket)})
                 await self._ended.wait()
+                self._manager.ending()
                 for task in self._tasks:
                     task.cancel()
         log.info("ended; every capture stays in place")
@@ -212,26 +213,31 @@ class Daemon:
         while True:
             await self._reload.wait()
             self._reload.clear()
-            try:
-                config = await asyncio.to_thread(load, self._path)
-                parts = parts_of(config, self._ears)
-                leaving = await self._doors.move(_places(config))
-            except AgentError as error:
-                log.error("the new configuration is refused, the old one stays: %s", error)
-                continue
-            before, self._config = self._config, config
-            await self._follow(before, config)
-            await self._use(parts)
-            for door in leaving:
-                self._start(self._doors.see_out(door, PATIENCE_S))
-            log.info("configuration read again", extra={"changed": _changed(before, config)})
+            with self._manager.reloading():
+                await self._read_again()
+
+    async def _read_again(self) -> None:
+        try:
+            config = await asyncio.to_thread(load, self._path)
+            parts = parts_of(config, self._ears)
+            leaving = await self._doors.move(_places(config))
+        except AgentError as error:
+            log.error("the new configuration is refused, the old one stays: %s", error)
+            return
+        before, self._config = self._config, config
+        await self._follow(before, config)
+        await self._use(parts)
+        for door in leaving:
+            self._start(self._doors.see_out(door, PATIENCE_S))
+        log.info("configuration read again", extra={"changed": _changed(before, config)})
 
     async def _follow(self, before: Config, now: Config) -> None:
         """Go by another configuration: what did not change is left alone."""
         self._grpc.folder = now.socket.parent
         if before.state_dir != now.state_dir:
             await self._roster.use_memory(Memory(now.state_dir))
-            await self._worker.renew(now.state_dir)
+        if (before.state_dir, before.worker) != (now.state_dir, now.worker):
+            await self._worker.renew(now.state_dir, now.worker)
         self._reconciler.configure(**_how(now))
         if _policy(before) != _policy(now):
             self._roster.decide_again(_policy(now))

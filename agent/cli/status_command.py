@@ -35,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"cni entry: {word}")
     states = ", ".join(f"{count} {state}" for state, count in sorted(found["pods"].items()))
     print(f"pods: {states or 'none'}")
-    print(f"mode {found['mode']}, backend {found['backend']}, worker PID {found['worker_pid']}")
+    worker = f", worker PID {found['worker_pid']}" if found["worker_pid"] else ""
+    print(f"mode {found['mode']}, backend {found['backend']}{worker}")
     for name in ("health", "status"):
         if found[name]:
             print(f"{name}: {found[name]}")

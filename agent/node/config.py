@@ -62,6 +62,7 @@ class Config:
 
     socket: Path = RUN_DIR / "agent.sock"
     state_dir: Path = RUN_DIR / "state"
+    worker: Path | None = None  # the socket at which systemd starts the worker; None: we start it
     backend: str = "auto"
     mode: str = "repair"
     gate: str = "listener"
@@ -91,6 +92,7 @@ class Config:
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "socket": (),
     "state_dir": (),
+    "worker": (),
     "backend": (),
     "mode": (),
     "capture": (),
@@ -162,6 +164,7 @@ class _Reader:
         return Config(
             socket=self._path(self._raw, "socket", fresh.socket) or fresh.socket,
             state_dir=self._path(self._raw, "state_dir", fresh.state_dir) or fresh.state_dir,
+            worker=self._path(self._raw, "worker", None),
             backend=self._choice("backend", ("auto", *BACKENDS, EBPF), fresh.backend),
             mode=mode,
             gate=self._choice("gate", GATES, fresh.gate),

@@ -21,7 +21,8 @@ from agent.node.events import Events
 from agent.node.feed import Change
 from agent.node.findings import Findings
 from agent.node.pod import FIRST_PAUSE_S, SETTLE_S, Pod, Wish
-from agent.node.worker_client import JobFailed, WorkerGone
+from agent.node.worker_client import JobFailed
+from agent.node.worker_process import WorkerGone
 
 GROWTH = 3.0  # of the pause between two looks that found nothing
 LONGEST_PAUSE_S = 120.0

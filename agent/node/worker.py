@@ -43,6 +43,7 @@ from agent.proxy import ports
 # Enough that one pod with a slow tool does not hold up the others; the machine has few cores.
 THREADS = 4
 PROCESSES_FRESH_S = 10.0
+PATIENCE_S = 60.0
 MAX_FDS = 2  # the namespace, and a pipe or a socket for the jobs that need one
 
 ARRIVALS = Arrivals()
@@ -261,8 +262,13 @@ def _failure(error: AgentError, **more: object) -> dict[str, object]:
 
 def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.setblocking(True)
     with contextlib.suppress(EOFError, ConnectionResetError, KeyboardInterrupt):
         Worker(sock).serve()
+    # What is being done is done to its end; a job that hangs does not keep this process for ever.
+    ending = threading.Timer(PATIENCE_S, os._exit, (1,))
+    ending.daemon = True
+    ending.start()
 
 
 if __name__ == "__main__":

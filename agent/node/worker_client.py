@@ -1,33 +1,26 @@
 """The daemon's end of the worker: starts it, asks it, and starts it again when it died or hung.
 
-The front holds no network-administration capability of its own; the worker gets them back by being
-executed by root, which is why the front must not set no_new_privs.
+The front holds no network-administration capability of its own. The worker gets them back by being
+executed by root, which is why the front must not set no_new_privs, or has them from systemd.
 """
 
 import asyncio
 import contextlib
 import itertools
 import json
-import os
 import socket
 import struct
-import sys
-from asyncio.subprocess import Process
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from agent.model.errors import AgentError
-
-PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
+from agent.node import worker_process
+from agent.node.worker_process import Worker, WorkerGone
 
 HEADER = struct.Struct("!I")
 MAX_REPLY = 64 * 1024 * 1024
 DEADLINE_S = 30.0
-
-
-class WorkerGone(AgentError):
-    """The worker died or was killed while it did a job; the job may be half done. Try again."""
 
 
 class JobFailed(AgentError):
@@ -42,20 +35,24 @@ class JobFailed(AgentError):
 class WorkerClient:
     """One worker process and the jobs that it has been given. For one event loop."""
 
-    def __init__(self, state_dir: Path | None = None) -> None:
-        """`state_dir` is where the worker keeps its records of captures; None: the usual place."""
+    def __init__(self, state_dir: Path | None = None, door: Path | None = None) -> None:
+        """`state_dir` is where the worker keeps its records of captures; None: the usual place.
+
+        `door` is the socket at which systemd starts one, which knows its own place; None: it is
+        started here.
+        """
         self._state_dir = state_dir
+        self._door = door
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._process: Process | None = None
-        self._socket: socket.socket | None = None
+        self._worker: Worker | None = None
         self._reader: asyncio.Task[None] | None = None
         self._sending = asyncio.Lock()
         self.restarts = -1
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+        return self._worker.pid if self._worker else None
 
     async def job(
         self,
@@ -75,7 +72,7 @@ class WorkerClient:
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         number = next(self._ids)
         async with self._sending:
-            sock = await self._running()
+            sock = (await self._running()).socket
             self._waiting[number] = future
             payload = json.dumps({"id": number, "job": job, **request}).encode()
             data = HEADER.pack(len(payload)) + payload
@@ -101,63 +98,49 @@ class WorkerClient:
         result: Mapping[str, Any] = reply["result"]
         return result
 
-    async def renew(self, state_dir: Path) -> None:
-        """Have further jobs done by a new worker that keeps its records elsewhere.
+    async def renew(self, state_dir: Path, door: Path | None) -> None:
+        """Have further jobs done by a new worker that keeps its records, or is had, elsewhere.
 
         The jobs under way are waited for, by new ones, too; what was watched ends.
         """
-        self._state_dir = state_dir
+        self._state_dir, self._door = state_dir, door
         async with self._sending:
             under_way = [future for future in self._waiting.values() if not future.done()]
             if under_way:
                 await asyncio.wait(under_way, timeout=DEADLINE_S)
-            if self._process is not None:
+            if self._worker is not None:
                 self._kill()
                 self.restarts -= 1  # nothing went wrong
 
     async def close(self) -> None:
         """End the worker; captures stay as they are."""
-        process = self._process
+        worker = self._worker
         self._kill()
-        if process is not None:
-            await process.wait()
+        if worker is not None:
+            await worker.wait()
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])
 
-    async def _running(self) -> socket.socket:
-        if self._socket is None or self._process is None or self._process.returncode is not None:
+    async def _running(self) -> Worker:
+        if self._worker is None or not self._worker.alive:
             self._kill()
-            await self._start()
-        assert self._socket is not None
-        return self._socket
+            self._worker = await self._new()
+            self.restarts += 1
+            reader, writer = await asyncio.open_connection(sock=self._worker.socket.dup())
+            self._reader = asyncio.create_task(self._read(reader, writer, self._worker))
+        return self._worker
 
-    async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "agent.node.worker", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                env=self._environment(),
-            )
-        self._socket = ours
-        self.restarts += 1
-        reader, writer = await asyncio.open_connection(sock=ours.dup())
-        self._reader = asyncio.create_task(self._read(reader, writer, self._process))
-
-    def _environment(self) -> dict[str, str]:
-        # One arena: with one a thread the C library keeps what each thread once used.
-        found = {**os.environ, "PYTHONPATH": PACKAGE_ROOT, "MALLOC_ARENA_MAX": "1"}
-        if self._state_dir is not None:
-            found["INTERCEPT_STATE_DIR"] = str(self._state_dir)
-        return found
+    async def _new(self) -> Worker:
+        if self._door is not None:
+            return await worker_process.join(self._door)
+        return await worker_process.start(self._state_dir)
 
     async def _read(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        process: Process,
+        worker: Worker,
     ) -> None:
         broken = (asyncio.IncompleteReadError, ConnectionError, ValueError)
         with contextlib.closing(writer), contextlib.suppress(*broken):
@@ -169,7 +152,7 @@ class WorkerClient:
                 future = self._waiting.get(reply["id"])
                 if future is not None and not future.done():
                     future.set_result(reply)
-        if process is self._process:
+        if worker is self._worker:
             self._fail("the worker died")
 
     def _fail(self, why: str) -> None:
@@ -179,13 +162,9 @@ class WorkerClient:
                 future.set_exception(WorkerGone(f"{why}; it is started again"))
 
     def _kill(self) -> None:
-        process, self._process = self._process, None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
 
 
 async def _to_the_end(sending: Coroutine[Any, Any, object]) -> None:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 AGENT = ROOT / "agent"
 MODULES = tuple(sorted(AGENT.rglob("*.py")))
-LOCKS = ("requirements.lock", "requirements-build.lock")
+LOCKS = ("requirements.lock", "requirements-build.lock", "requirements-runtime.lock")
 
 FLOORS = {
     "model": 1,
@@ -206,11 +206,20 @@ def test_lock_holds_everything_that_is_declared() -> None:
     assert set().union(*declared().values()) <= set(locked("requirements.lock"))
 
 
-def test_both_locks_agree() -> None:
-    runtime, build = (locked(lock) for lock in LOCKS)
-    assert {name: runtime[name] for name in runtime.keys() & build.keys()} == {
-        name: build[name] for name in runtime.keys() & build.keys()
-    }
+def test_locks_agree() -> None:
+    known: dict[str, set[str]] = {}
+    for lock in LOCKS:
+        for name, version in locked(lock).items():
+            known.setdefault(name, set()).add(version)
+    assert not {name for name, versions in known.items() if len(versions) > 1}
+
+
+def test_runtime_lock_holds_what_runs_and_nothing_of_the_tests() -> None:
+    pinned = locked("requirements-runtime.lock").keys()
+    assert declared()["runtime"] <= pinned
+    assert not pinned & declared()["test"]
+    assert pinned <= locked("requirements.lock").keys()
+    assert not pinned & locked("requirements-build.lock").keys()  # `make install` takes those out
 
 
 def test_bcc_is_not_asked_of_the_package_index() -> None:
@@ -221,6 +230,7 @@ def test_bcc_is_not_asked_of_the_package_index() -> None:
 
 def test_setuptools_is_not_needed_at_run_time() -> None:
     """Its stand-in for distutils doubles the memory of whoever imports iptc."""
+    assert "setuptools" not in locked("requirements-runtime.lock")
     assert "setuptools" not in locked("requirements.lock")
 
 

@@ -12,7 +12,8 @@ import pytest
 from agent.node.events import Events
 from agent.node.pod import SETTLE_S, Wish
 from agent.node.reconciler import Reconciler
-from agent.node.worker_client import JobFailed, WorkerGone
+from agent.node.worker_client import JobFailed
+from agent.node.worker_process import WorkerGone
 
 WISH = Wish(
     key="pod/shop/web/u1",
