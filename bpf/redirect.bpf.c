@@ -278,17 +278,28 @@ inline_always void loopback_of(struct address *out, const struct address *like)
 	}
 }
 
+/* Whether it is known as an address of this namespace: one that is new is not, and what is sent to
+ * it then looks like what arrives. */
+inline_always int is_own(struct bpf_sock_addr *ctx, const struct address *address)
+{
+	struct own key = { .netns = bpf_get_netns_cookie(ctx), .address = *address };
+
+	return !!bpf_map_lookup_elem(&own_addresses, &key);
+}
+
 /* Look the destination up and decide; `to` is then where the connection goes instead. Return the
  * port, 0 to leave it alone, or -1 to refuse it because it cannot be kept track of. `source` is then
  * the address to bind to, if any.
  *
  * The proxy is to see the address that the application would have had without it. A socket without
  * a port can be bound to that. One that has chosen its port cannot; if the proxy listens there, it
- * is called at that address, and the kernel then takes the same as the source. */
+ * is called at that address, and the kernel then takes the same as the source. So it is, too, with
+ * any of IPv6: for ::1 the kernel looks for a way by the interface that has the other address, so it
+ * never answers there for a connection that its client has closed, and the proxy's end lingers. */
 inline_always int turned(struct bpf_sock_addr *ctx, const struct capture *c, struct dialling *d,
 			 struct address *to)
 {
-	int port;
+	int port, chosen;
 
 	find_place(c, d);
 	port = redirected(c, d);
@@ -299,11 +310,17 @@ inline_always int turned(struct bpf_sock_addr *ctx, const struct capture *c, str
 	if (!remember(ctx, d, port))
 		return -1;
 	loopback_of(to, &d->to);
-	if (!is_set(&d->source) || (!is_set(&d->from) && !ctx->sk->src_port))
+	chosen = is_set(&d->from) || ctx->sk->src_port;
+	if (is_set(&d->from))
+		d->source = is_ipv4(&d->to) ? (struct address){} : d->from;
+	if (!is_set(&d->source) || (!chosen && is_ipv4(&d->to)))
 		return port;
-	if (!is_set(&d->from) && d->tcp && is_listening(ctx, &d->source, port))
+	if (d->tcp && is_own(ctx, &d->source) && is_listening(ctx, &d->source, port)) {
 		*to = d->source;
-	d->source = (struct address){};
+		chosen = 1;
+	}
+	if (chosen)
+		d->source = (struct address){};
 	return port;
 }
 

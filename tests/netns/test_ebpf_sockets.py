@@ -1,6 +1,8 @@
 """What applications and the proxy do with sockets when eBPF turns their connections."""
 
 import errno
+import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ import pytest
 
 from tests.support.ebpf_pod import PEER6, POD, POD6, Pod, captured_pod
 from tests.support.netns import inside
+from tests.support.pod import wait_for
 
 pytestmark = pytest.mark.netns
 
@@ -131,6 +134,32 @@ def test_fast_open_knows_the_destination(pod: Pod) -> None:
 def fast_opens(netstat: str) -> int:
     names, values = (line.split() for line in netstat.splitlines() if line.startswith("TcpExt"))
     return int(values[names.index("TCPFastOpenPassive")])
+
+
+@pytest.mark.parametrize("own", ["", POD, POD6], ids=["unbound", "bound", "bound IPv6"])
+def test_nothing_lingers_when_a_client_closes_before_the_proxy_answers(pod: Pod, own: str) -> None:
+    """The kernel answers for the client then, which it must find a way for."""
+    families = [("AF_INET", "10.96.0.1"), ("AF_INET6", "fd96::1")]
+    dialled = [each for each in families if not own or (":" in own) == (":" in each[1])]
+    os.kill(pod.proxy_pid, signal.SIGSTOP)
+    try:
+        pod.app(
+            f"""
+            for family, host in {dialled}:
+                for _ in range(8):
+                    made = socket.socket(getattr(socket, family))
+                    made.bind(("{own}", 0)) if "{own}" else None
+                    made.connect((host, 8080))
+                    made.close()
+            print(0)
+            """
+        )
+    finally:
+        os.kill(pod.proxy_pid, signal.SIGCONT)
+    wait_for(lambda: not inside(pod.name, *LINGERING).strip(), "every end is gone")
+
+
+LINGERING = ("ss", "-Htn", "state", "last-ack", "state", "close-wait", "state", "established")
 
 
 def test_a_socket_may_connect_again_elsewhere(pod: Pod) -> None:
