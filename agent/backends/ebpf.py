@@ -110,9 +110,11 @@ def _read(session: Session, about: bpf_pins.About, cookie: int) -> Enrolment | N
             idle = not bpf_pins.busy() and not any(captures.keys())
             return Enrolment(None, (enrolment.IDLE,)) if idle else None
     try:
-        settings, known = bpf_capture.decode(entry)
+        settings, known = bpf_capture.decode(entry, about.layout)
     except ValueError as error:
         return Enrolment(None, (f"the entry of the namespace is damaged: {error}",))
+    if about.layout != enrolment.LAYOUT:
+        return Enrolment(settings, (f"the programs are not those {enrolment.OTHER_VERSION}",))
     faults = (
         *ebpf_node.faults(about),
         *_inbound_faults(session, cookie),

@@ -4,16 +4,15 @@ The entry is written last when it is enrolled and taken out first, and it is rep
 whatever stops half way has not changed what becomes of a connection.
 """
 
-import contextlib
 import struct
 import sys
 from collections.abc import Iterator
 
-from agent.backends import ebpf_gate, ebpf_node, ebpf_sweep
+from agent.backends import ebpf_gate, ebpf_inbound, ebpf_node, ebpf_sweep
 from agent.backends.session import Session
-from agent.formats import bpf_capture, bpf_object
+from agent.formats import bpf_capture
 from agent.formats.bpf_capture import COOKIE
-from agent.kernel import bpf, bpf_pins
+from agent.kernel import bpf_pins
 from agent.kernel.borrowed import borrowed
 from agent.kernel.netns import own_id, refuse_node
 from agent.model.enrolment import Enrolment, Site
@@ -25,7 +24,6 @@ LISTENER = struct.Struct("=QIHH")  # cookie, port, family, slot
 ADOPTING = struct.Struct("=QII")
 FAMILIES = {4: 2, 6: 10}  # AF_INET, AF_INET6
 SWEPT_AT_ONCE = 4
-PRESENT = (1).to_bytes(4, sys.byteorder)
 
 
 def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Site) -> None:
@@ -40,7 +38,7 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
     ebpf_node.bring_up()
     port = settings.inbound_capture_port
     _adopt(session, cookie, port)
-    _attach(session, cookie)
+    ebpf_inbound.attach(session.netns, cookie)
     if settings.gate != "closed":
         ebpf_gate.close_if_listening(session, cookie, settings)
     if settings.passing or have is not None:
@@ -48,7 +46,7 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
     now = bpf_capture.own_keys(cookie, site)
     with bpf_pins.open_map("captures") as captures, bpf_pins.open_map("own_addresses") as own:
         for key in now:
-            own.update(key, PRESENT)
+            own.update(key, bpf_capture.PRESENT)
         captures.update(COOKIE.pack(cookie), bpf_capture.encode(settings, site))
     ebpf_gate.close_if_listening(session, cookie, settings)
     _adopt(session, cookie, port)  # also whoever began to listen just before the entry was there
@@ -69,46 +67,13 @@ def release(session: Session) -> None:
     if about.layout == 0:
         bpf_pins.unload()
         return
+    ebpf_node.migrate_older(about)
     ebpf_sweep.let_go(cookie)
     ebpf_sweep.sweep()
     with bpf_pins.open_map("captures") as captures:
         idle = not any(captures.keys())
     if idle:
         bpf_pins.unload()
-
-
-# --- the program for what arrives -----------------------------------------------------------------
-
-
-def _attach(session: Session, cookie: int) -> None:
-    """Attach the namespace's own program, or put this version's in its place."""
-    path = bpf_pins.pod_pin(cookie)
-    with contextlib.suppress(FileNotFoundError), bpf.opened(bpf.get(path)) as fd:
-        info = bpf.link_info(fd)
-        if info.target == session.netns.id.ino:
-            if bpf.program_name(info.program) != bpf_pins.inbound_name():
-                with _inbound_program(cookie) as program:
-                    bpf.exchange(fd, program)
-            return
-        path.unlink()
-    with (
-        _inbound_program(cookie) as program,
-        bpf.opened(bpf.link(program, session.netns.fd, bpf.ATTACH_SK_LOOKUP)) as fd,
-    ):
-        bpf.pin(fd, path)
-
-
-@contextlib.contextmanager
-def _inbound_program(cookie: int) -> Iterator[int]:
-    with contextlib.ExitStack() as stack:
-        symbols: dict[str, bpf_object.MapFd | bpf_object.Number] = {
-            name: bpf_object.MapFd(stack.enter_context(bpf_pins.open_map(name)).fd)
-            for name in ("captures", "listeners", "own_addresses", "listened")
-        }
-        symbols["netns_cookie"] = bpf_object.Number(cookie)
-        code = bpf_object.link(bpf_pins.object_file("inbound.bpf.o"), "sk_lookup", symbols)
-        with bpf.opened(bpf.load_sk_lookup(code, bpf_pins.inbound_name())) as fd:
-            yield fd
 
 
 # --- who listens ----------------------------------------------------------------------------------

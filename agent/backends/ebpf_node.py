@@ -3,22 +3,24 @@
 import os
 from collections.abc import Iterator
 
+from agent.backends import ebpf_migration
+from agent.formats.bpf_capture import READABLE
 from agent.kernel import bpf, bpf_loader, bpf_pins
 from agent.kernel.bpf_programs import LOOKING_ON
-from agent.model import enrolment
+from agent.model.enrolment import LAYOUT, OTHER_VERSION
 from agent.model.errors import StateUnreadable
 
 
 def refuse_other_layout(about: bpf_pins.About) -> None:
-    """Refuse to read or write what another version of the agent laid out.
+    """Refuse to read or write what a version laid out of which this one knows nothing.
 
     Raises: StateUnreadable.
     """
-    if about.layout not in (0, enrolment.LAYOUT):
+    if about.layout and about.layout not in READABLE:
         raise StateUnreadable(
             f"{bpf_pins.base()} holds the programs of another version of the agent (layout "
-            f"{about.layout}, and here {enrolment.LAYOUT}), which this one cannot take over; "
-            f"`rm -r {bpf_pins.base()}` ends every capture of theirs"
+            f"{about.layout}, and here {LAYOUT}), which this one cannot take over; install that "
+            f"version again to go on; `rm -r {bpf_pins.base()}` ends every capture of theirs"
         )
 
 
@@ -28,17 +30,28 @@ def bring_up() -> None:
     Raises: StateUnreadable, KernelRejected, EnvironmentLacks.
     """
     about = bpf_pins.about()
-    if about is not None:
-        refuse_other_layout(about)
-        if not any(faults(about)):
-            return
-    bpf_pins.load()
+    if about is not None and about.layout not in (0, LAYOUT):
+        migrate_older(about)
+    elif about is None or any(faults(about)):
+        bpf_pins.load()
+    if bpf_pins.upcoming().exists():  # a migration was killed when all but this was done
+        bpf_pins.clear(bpf_pins.upcoming())
+
+
+def migrate_older(about: bpf_pins.About) -> None:
+    """Take over what an older version laid out in another way. Hold the lock.
+
+    Raises: as `bring_up`.
+    """
+    refuse_other_layout(about)
+    if about.layout not in (0, LAYOUT):
+        ebpf_migration.migrate(about.layout)
 
 
 def faults(about: bpf_pins.About) -> Iterator[str]:
     """Say what is not as this version would have it."""
-    if about != bpf_pins.About(enrolment.LAYOUT, bpf_pins.build()):
-        yield f"the programs are not those {enrolment.OTHER_VERSION}"
+    if about != bpf_pins.About(LAYOUT, bpf_pins.build()):
+        yield f"the programs are not those {OTHER_VERSION}"
     links = str(bpf_pins.links())
     for hook in bpf_loader.HOOKS:
         found = bpf.link_at(f"{links}/{hook}")

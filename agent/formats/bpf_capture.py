@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from agent.model import numbers
 from agent.model.enrolment import (
+    LAYOUT,
     MAX_NETWORKS,
     MAX_PLACES,
     MAX_SERVERS,
@@ -23,6 +24,9 @@ from agent.model.values import EVERYTHING, Address, Network, Networks, Selection
 IPV6, INBOUND_ALL, OUTBOUND_ALL, GROUPS_ALL = 1, 2, 4, 8
 DNS, DNS_ALL, LOOPBACK_INCLUDED = 16, 32, 64
 GATE_OPEN, GATE_LISTENER = 128, 256
+
+PRESENT = (1).to_bytes(4, sys.byteorder)
+"""The value of every key in `own_addresses`."""
 
 _MAPPED = bytes(10) + b"\xff\xff"
 _HEAD = struct.Struct("=IHHHH")
@@ -144,6 +148,26 @@ def _place(place: Place) -> bytes:
     return _network(place.network) + _address(place.source) + _COUNT.pack(place.local)
 
 
+# --- older layouts -------------------------------------------------------------------------------
+
+READABLE = frozenset({1, 2, LAYOUT})
+"""Whoever raises LAYOUT says here how the entries of the last one become those of the new."""
+
+_SIZE_1 = SIZE - _PORTS_SIZE + _SPANS.size + _COUNT.size + 32 * _ADDRESS.size
+
+
+def _from_1(data: bytes) -> bytes:
+    """Its inbound ports were spans, before those of outbound ones, and own addresses came last."""
+    if len(data) != _SIZE_1:
+        raise ValueError(f"an entry of {len(data)} bytes, and not {_SIZE_1}")
+    start = _HEAD.size + 2 * _RANGE.size + 3 * _SPANS.size
+    inbound = _Reader(data, start).spans()
+    middle = start + _SPANS.size
+    rest = middle + 2 * _SPANS.size
+    end = rest + SIZE - (start + 2 * _SPANS.size + _PORTS_SIZE)
+    return data[:start] + data[middle:rest] + _ports(inbound) + data[rest:end]
+
+
 # --- back again -----------------------------------------------------------------------------------
 
 
@@ -181,11 +205,13 @@ class _Reader:
         return _network_of(self.data[start : self.at])
 
 
-def decode(data: bytes) -> tuple[Settings, Site]:
-    """Return what `encode` was given.
+def decode(data: bytes, layout: int = LAYOUT) -> tuple[Settings, Site]:
+    """Return what `encode` was given, be it that of an older version (one of `READABLE`).
 
     Raises: ValueError for an entry that nobody can have encoded.
     """
+    if layout == 1:
+        data = _from_1(data)
     if len(data) != SIZE:
         raise ValueError(f"an entry of {len(data)} bytes, and not {SIZE}")
     reader = _Reader(data)

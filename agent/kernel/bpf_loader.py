@@ -5,7 +5,8 @@ is started as a plain file, so it imports the standard library only. One JSON do
 input says what to do, one on standard output says how it went.
 
 What it makes is pinned and outlives it: maps are used again by name, links get the new program at
-once, so connections never meet a gap. `about` is written last, so whoever finds it finds all.
+once, so connections never meet a gap. `about` is written last, so whoever finds it finds all. A
+second set can be loaded beside another; maps of the same shape are then used by both.
 """
 
 import contextlib
@@ -43,6 +44,12 @@ HOOKS = {
     "connect6": 11,
 }
 
+# What a map is made with; maps that have the same of all of it can stand for each other.
+SHAPE = ("type", "key_size", "value_size", "max_entries", "map_flags")
+# Maps that are of one layout alone, and those that only make sense together.
+NOT_SHARED = frozenset({"about", "adopting", "captures"})
+OF_CONNECTIONS = frozenset({"accepted", "dialled", "handshakes"})
+
 P = ctypes.c_void_p
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "bpf_object__open_mem": (P, [ctypes.c_char_p, ctypes.c_size_t, P]),
@@ -55,6 +62,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "bpf_program__attach_iter": (P, [P, P]),
     "bpf_map__name": (ctypes.c_char_p, [P]),
     "bpf_map__set_pin_path": (ctypes.c_int, [P, ctypes.c_char_p]),
+    **{f"bpf_map__{part}": (ctypes.c_uint32, [P]) for part in SHAPE},
     "bpf_map_update_elem": (ctypes.c_int, [ctypes.c_int, P, P, ctypes.c_uint64]),
     "bpf_link__fd": (ctypes.c_int, [P]),
     "bpf_link_create": (ctypes.c_int, [ctypes.c_int, ctypes.c_int, ctypes.c_int, P]),
@@ -99,14 +107,16 @@ class Loader:
         self.objects = Path(job["objects"])
         self.job = job
 
-    def probe(self) -> None:
+    def probe(self) -> list[str]:
         """Load the programs and let go of them again: nothing is attached or pinned."""
         with self._loaded("redirect.bpf.o", pinned=False):
-            pass
+            return []
 
-    def load(self) -> None:
+    def load(self) -> list[str]:
+        """Do it all; return the maps that are shared with another set of programs."""
         for folder in ("maps", "links", "pods"):
             (self.pins / folder).mkdir(parents=True, exist_ok=True)
+        shared = self._share() if self.job["beside"] else []
         with self._loaded("redirect.bpf.o", pinned=True) as programs, cgroup(self.job) as target:
             for name, kind in HOOKS.items():
                 self._hook(name, programs[name], target, kind)
@@ -121,22 +131,62 @@ class Loader:
         done = self.bpf.bpf_map_update_elem(fd, ctypes.byref(key), value, 0)
         os.close(fd)
         checked(done, "about")
+        return shared
+
+    def _share(self) -> list[str]:
+        """Pin here, too, which maps of the other set fit."""
+        theirs = Path(self.job["beside"]) / "maps"
+        with self._opened("redirect.bpf.o") as opened:
+            fitting = {
+                name
+                for name, found in self._maps(opened)
+                if name not in NOT_SHARED
+                and self._shape(theirs / name)
+                == tuple(getattr(self.bpf, f"bpf_map__{part}")(found) for part in SHAPE)
+            }
+        if not fitting >= OF_CONNECTIONS:
+            fitting -= OF_CONNECTIONS
+        for name in fitting:
+            with contextlib.suppress(FileExistsError):
+                fd = checked(self.bpf.bpf_obj_get(bytes(theirs / name)), name)
+                try:
+                    path = bytes(self.pins / "maps" / name)
+                    checked(self.bpf.bpf_obj_pin(fd, path), f"pin {name}")
+                finally:
+                    os.close(fd)
+        return sorted(fitting)
+
+    def _shape(self, pin: Path) -> tuple[int, ...] | None:
+        fd = self.bpf.bpf_obj_get(bytes(pin))
+        if fd < 0:
+            return None
+        kind, _, *rest = struct.unpack_from("=IIIIII", self._info(fd))
+        os.close(fd)
+        return (kind, *rest)
 
     @contextlib.contextmanager
-    def _loaded(self, name: str, *, pinned: bool) -> Iterator[dict[str, int]]:
+    def _opened(self, name: str) -> Iterator[int]:
         data = (self.objects / name).read_bytes()
         opened = self.bpf.bpf_object__open_mem(data, len(data), None)
         checked(opened, f"open {name}")
         try:
-            found = None
-            while pinned and (found := self.bpf.bpf_object__next_map(opened, found)):
-                title = self.bpf.bpf_map__name(found)
-                path = bytes(self.pins / "maps" / title.decode())
-                checked(self.bpf.bpf_map__set_pin_path(found, path), f"pin {title.decode()}")
-            checked(self.bpf.bpf_object__load(opened), f"load {name}")
-            yield dict(self._programs(opened))
+            yield opened
         finally:
             self.bpf.bpf_object__close(opened)
+
+    @contextlib.contextmanager
+    def _loaded(self, name: str, *, pinned: bool) -> Iterator[dict[str, int]]:
+        with self._opened(name) as opened:
+            for title, found in self._maps(opened) if pinned else ():
+                path = bytes(self.pins / "maps" / title)
+                checked(self.bpf.bpf_map__set_pin_path(found, path), f"pin {title}")
+            checked(self.bpf.bpf_object__load(opened), f"load {name}")
+            yield dict(self._programs(opened))
+
+    def _maps(self, opened: int) -> Iterator[tuple[str, int]]:
+        found = None
+        while found := self.bpf.bpf_object__next_map(opened, found):
+            yield self.bpf.bpf_map__name(found).decode(), found
 
     def _programs(self, opened: int) -> Iterator[tuple[str, int]]:
         found = None
@@ -169,10 +219,13 @@ class Loader:
 
     def _target(self, link: int) -> int:
         """Return the id of the cgroup that a link is attached to, 0 for none."""
-        info, size = ctypes.create_string_buffer(64), ctypes.c_uint32(64)
-        checked(self.bpf.bpf_obj_get_info_by_fd(link, info, ctypes.byref(size)), "look at a link")
-        kind, _, _, found = struct.unpack_from("=III4xQ", info.raw)
+        kind, _, _, found = struct.unpack_from("=III4xQ", self._info(link))
         return int(found) if kind == LINK_TYPE_CGROUP else 0
+
+    def _info(self, fd: int) -> bytes:
+        info, size = ctypes.create_string_buffer(64), ctypes.c_uint32(64)
+        checked(self.bpf.bpf_obj_get_info_by_fd(fd, info, ctypes.byref(size)), "look at a pin")
+        return info.raw
 
     def _adopter(self) -> None:
         with self._loaded("adopt.bpf.o", pinned=True) as programs:
@@ -217,13 +270,13 @@ def main() -> None:
     job = json.load(sys.stdin)
     try:
         loader = Loader(job)
-        loader.probe() if job["do"] == "probe" else loader.load()
+        shared = loader.probe() if job["do"] == "probe" else loader.load()
     except OSError as error:
         said = error.strerror or str(error)
         code = errno.errorcode.get(error.errno or 0, "")
         print(json.dumps({"error": said, "errno": code}))
         return
-    print(json.dumps({}))
+    print(json.dumps({"shared": shared}))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
 from pathlib import Path
+from typing import Any
 
 from agent.kernel import bpf, bpf_loader, libc
 from agent.model.enrolment import LAYOUT
@@ -55,6 +56,11 @@ def about() -> About | None:
     except FileNotFoundError:
         value = bytes(24)
     return About(int.from_bytes(value[:4], sys.byteorder), value[4:24])
+
+
+def upcoming() -> Path:
+    """Return where a set of programs is prepared that is to take the place of the one in force."""
+    return base() / "upcoming"
 
 
 def open_map(name: str) -> bpf.Map:
@@ -124,7 +130,8 @@ def inbound_name() -> str:
 @cache
 def unloadable() -> str | None:
     """Return why the kernel does not take the programs, or None; asked once a process."""
-    return _run_loader("probe")
+    said = _run_loader("probe", base()).get("error")
+    return None if said is None else str(said)
 
 
 def load() -> None:
@@ -132,28 +139,62 @@ def load() -> None:
 
     Raises: KernelRejected, EnvironmentLacks.
     """
+    _load(base(), None)
+
+
+def load_beside() -> frozenset[str]:
+    """Load the programs in `upcoming()`, beside those that are there. Hold the lock.
+
+    Both are in force then. Returns the maps that both use.
+
+    Raises: KernelRejected, EnvironmentLacks.
+    """
+    return _load(upcoming(), base())
+
+
+def _load(pins: Path, beside: Path | None) -> frozenset[str]:
     _mount_bpffs()
-    if said := _run_loader("load"):
+    answer = _run_loader("load", pins, beside)
+    if said := answer.get("error"):
         raise KernelRejected(f"the eBPF programs were not loaded: {said}")
+    return frozenset(answer["shared"])
 
 
 def unload() -> None:
     """Detach and remove everything that `load` made. Hold the lock."""
+    clear(upcoming())
+    clear(base())
+
+
+def clear(top: Path) -> None:
+    """Detach and remove a set of programs, with all that is pinned there. Hold the lock."""
     for folder in ("pods", "links", "maps", ""):
         with contextlib.suppress(FileNotFoundError):
-            for entry in list((base() / folder).iterdir()):
+            for entry in list((top / folder).iterdir()):
                 if not entry.is_dir():
                     entry.unlink()
     for folder in ("pods", "links", "maps", ""):
         with contextlib.suppress(FileNotFoundError):
-            (base() / folder).rmdir()
+            (top / folder).rmdir()
 
 
-def _run_loader(what: str) -> str | None:
-    """Run the loader; return what it complains of."""
+def swap_maps() -> None:
+    """Put the maps of `upcoming()` in the place of those that are there, and those there."""
+    here, there = base() / "maps", upcoming() / "maps"
+    try:
+        libc.exchange(here, there)
+    except OSError:  # before Linux 5.17 the file system cannot: with a moment in between
+        aside = upcoming() / "pods"  # always empty
+        os.rename(here, aside)
+        os.rename(there, here)
+
+
+def _run_loader(what: str, pins: Path, beside: Path | None = None) -> dict[str, Any]:
+    """Run the loader; return its answer, in which `error` is what it complains of."""
     job = {
         "do": what,
-        "pins": str(base()),
+        "pins": str(pins),
+        "beside": None if beside is None else str(beside),
         "objects": str(OBJECTS),
         "cgroup": cgroup_root(),
         "layout": LAYOUT,
@@ -172,14 +213,14 @@ def _run_loader(what: str) -> str | None:
             cwd="/",
         )
     except subprocess.TimeoutExpired:
-        return f"the loader did not end within {LOADER_TIMEOUT_S:.0f} seconds"
+        return {"error": f"the loader did not end within {LOADER_TIMEOUT_S:.0f} seconds"}
     if done.returncode or not done.stdout:
-        return f"the loader died: {done.stderr.strip().splitlines()[-1:] or done.returncode}"
-    answer = json.loads(done.stdout)
-    said = answer.get("error")
-    if said and bpf_loader.LIBRARY in said:
-        return f"{bpf_loader.LIBRARY} cannot be loaded; install the package libbpf1"
-    return None if said is None else str(said)
+        said = done.stderr.strip().splitlines()[-1:] or done.returncode
+        return {"error": f"the loader died: {said}"}
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if bpf_loader.LIBRARY in answer.get("error", ""):
+        return {"error": f"{bpf_loader.LIBRARY} cannot be loaded; install the package libbpf1"}
+    return answer
 
 
 def _mounts() -> Iterator[tuple[str, str]]:

@@ -20,7 +20,8 @@ MAX_NETWORKS = 64
 MAX_SERVERS = 16
 MAX_PLACES = 64
 
-# Raised with every change of a map's layout: what other versions pinned is then not touched.
+# Raised with every change of a map's layout: what older versions pinned is then written anew
+# (READABLE in agent/formats/bpf_capture.py says which), and what newer ones pinned is not touched.
 LAYOUT = 3
 
 Item = TypeVar("Item", Span, Network, Address)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "vm"
-TESTS = tuple(f"tests/netns/test_ebpf{part}.py" for part in ("", "_sockets", "_clients", "_undo"))
+PARTS = ("", "_sockets", "_clients", "_undo", "_migration")
+TESTS = tuple(f"tests/netns/test_ebpf{part}.py" for part in PARTS)
 BUSYBOX = Path("/bin/busybox")
 DONE = "VM-TESTS-EXIT"
 
