@@ -59,7 +59,7 @@ class Roster:
         self._changed = changed
         self._turned = turned
         self._tell = tell
-        self._risks: dict[str, frozenset[str]] = {}
+        self._remarks: dict[str, set[tuple[str, str]]] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
 
     async def remember(self) -> None:
@@ -90,23 +90,28 @@ class Roster:
         self.entries[wish.key] = Entry(source, record)
         known = wish.key in self._reconciler.pods
         pod = self._reconciler.want(wish)
-        self._tell_risks(wish, known=known)
+        self._tell_remarks(wish, record, known=known)
         self._changed()
         return pod
 
-    def _tell_risks(self, wish: Wish, *, known: bool) -> None:
-        """Tell how traffic may get past the proxy, once of each way."""
-        found: frozenset[str] = frozenset()
+    def _tell_remarks(self, wish: Wish, record: PodRecord, *, known: bool) -> None:
+        """Tell what is odd about a pod that the API server knows, once of each thing."""
         said = self.facts.pod(wish.namespace, wish.name, wish.uid)
-        if said is not None and wish.settings is not None:
-            found = frozenset(risks(said, wish.settings))
-        elif wish.reason == Reason.NAMESPACE_LEFT and not known:
-            found = frozenset((wish.text,))
-        told = self._risks.get(wish.key, frozenset())
-        for sentence in sorted(found - told):
-            self._tell("bypass-risk", wish.label, sentence)
-        if found or told:
-            self._risks[wish.key] = found | told
+        decision = decision_for(record, self.policy, self.facts)
+        if said is None or decision is None:
+            return
+        found = {("remark", sentence) for sentence in decision.warnings}
+        if decision.settings is not None:
+            ways = risks(said, decision.settings)
+            found = {("bypass-risk", way) for way in ways} | {f for f in found if f[1] not in ways}
+        elif decision.refuse:
+            found.add(("refused", decision.text))
+        elif decision.reason is Reason.NAMESPACE_LEFT and not known:
+            found.add(("bypass-risk", decision.text))
+        told = self._remarks.setdefault(wish.key, set())
+        for kind, sentence in sorted(found - told):
+            self._tell(kind, wish.label, sentence)
+        told |= found
 
     def wish_for(self, source: str, record: PodRecord) -> Wish:
         """Return what a pod's namespace should be, and why, by what is known now."""
@@ -134,7 +139,7 @@ class Roster:
     async def forget(self, key: str) -> None:
         """Stop keeping a pod that is gone, whoever told of it."""
         self.entries.pop(key, None)
-        self._risks.pop(key, None)
+        self._remarks.pop(key, None)
         await self._reconciler.forget(key)
         await asyncio.to_thread(self.memory.drop, key)
         self._changed()

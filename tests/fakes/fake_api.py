@@ -199,14 +199,14 @@ class FakeApi:
                     yield {"type": what, "object": thing}
             yield None
 
-    def create_event(self, namespace: str, body: Document) -> Document:
-        self.allow("create", "events")
-        if body["metadata"]["namespace"] != namespace:
+    def create(self, resource: str, namespace: str, body: Document) -> Document:
+        self.allow("create", resource)
+        if body["metadata"].get("namespace", namespace) != namespace:
             raise Refused(400, "the namespace of the object is not that of the request")
         with self._changed:
-            if (namespace, body["metadata"]["name"]) in self._objects["events"]:
+            if (namespace, body["metadata"]["name"]) in self._objects[resource]:
                 raise Refused(409, "AlreadyExists")
-            return self.put("events", body)
+            return self.put(resource, body)
 
     def patch(self, resource: str, key: Key, body: Document) -> Document:
         self.allow("patch", resource)
@@ -303,8 +303,10 @@ class Handler(BaseHTTPRequestHandler):
         match path[2:]:
             case [resource] if self.command == "GET":
                 return api.listing(resource, query)
-            case ["namespaces", namespace, "events"]:
-                return api.create_event(namespace, body)
+            case [resource] if self.command == "POST":
+                return api.create(resource, "", body)
+            case ["namespaces", namespace, resource] if self.command == "POST":
+                return api.create(resource, namespace, body)
             case ["namespaces", namespace, resource, name]:
                 return self._one(resource, (namespace, name), body)
             case [resource, name]:
@@ -422,6 +424,7 @@ def pod(
     created: str = "2020-01-01T00:00:00Z",
     containers: list[Document] | None = None,
     owned: bool = True,
+    **top: object,
 ) -> Document:
     """Return a pod that a controller made and Istio's injector gave a sidecar."""
     metadata: Document = {
@@ -433,9 +436,9 @@ def pod(
         "creationTimestamp": created,
     }
     if owned:
-        owner = {"kind": "ReplicaSet", "name": "rs", "uid": "uid-rs", "controller": True}
-        metadata["ownerReferences"] = [owner]
-    app: Document = {"name": "app", "image": "app"}
-    sidecar: Document = {"name": "istio-proxy", "args": ["proxy", "sidecar"]}
+        owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "rs", "uid": "uid-rs"}
+        metadata["ownerReferences"] = [{**owner, "controller": True}]
+    app: Document = {"name": "app", "image": "it"}
+    sidecar: Document = {"name": "istio-proxy", "image": "it", "args": ["proxy", "sidecar"]}
     spec: Document = {"nodeName": node, "containers": containers or [app, sidecar]}
-    return {"metadata": metadata, "spec": spec, "status": {"phase": "Running"}}
+    return {**top, "metadata": metadata, "spec": spec, "status": {"phase": "Running"}}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agent.model.errors import InvalidSettings
-from agent.node.config import Config, Listen, load
+from agent.node.config import Config, Kubernetes, Listen, load
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -140,3 +140,29 @@ def test_ambient_pods_have_the_settings_of_the_node_and_static_ones_their_own_to
 def test_wrong_words_about_ambient_pods_are_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InvalidSettings, match=said):
         load(written(tmp_path, text), {})
+
+
+def test_api_server_is_described(tmp_path: Path) -> None:
+    text = "kubernetes: {kubeconfig: /etc/k/config, node: n1, repair: delete, events: false}"
+    found = load(written(tmp_path, text), {"INTERCEPT_KUBERNETES_UNSAFE": "label"}).kubernetes
+    assert found == Kubernetes(
+        kubeconfig="/etc/k/config", node="n1", repair="delete", unsafe="label", events=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{kubeconfg: x}", "kubernetes.kubeconfg: no such key; did you mean kubeconfig?"),
+        ("{kubeconfig: config}", "kubernetes.kubeconfig: 'config' is none of auto, in-cluster"),
+        ("{repair: kill}", "kubernetes.repair: 'kill' is none of program, event, label, delete"),
+        ("{unsafe: [x]}", "kubernetes.unsafe: "),
+        ("{events: perhaps}", "kubernetes.events: 'perhaps' is neither true nor false"),
+        ("{taint: 5}", "taint: text is expected"),
+        ("in-cluster", "kubernetes: a mapping with kubeconfig"),
+    ],
+)
+def test_wrong_words_about_the_api_server_are_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InvalidSettings) as refused:
+        load(written(tmp_path, f"kubernetes: {text}"), {})
+    assert said in "\n".join(refused.value.problems)

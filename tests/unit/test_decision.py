@@ -16,6 +16,7 @@ from agent.model.ambient_pod import asks as ambient_mode
 from agent.model.decision import Decision, Reason, decide
 from agent.model.errors import InvalidSettings
 from agent.model.pod import Container, Namespace, Pod, Policy, namespace_list, parsable
+from agent.model.remarks import risks
 from agent.model.settings import parse
 from tests.support.conformance import cases_dir
 
@@ -1116,3 +1117,42 @@ def assert_sound(decision: Decision) -> None:
     assert all(problem in decision.message for problem in decision.problems)
     if decision.settings is not None:
         parse(parsable(decision.settings))
+
+
+# --- a namespace that leaves the mesh -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("labels", [{}, {"istio-injection": "disabled"}], ids=["none", "disabled"])
+@pytest.mark.parametrize(
+    ("own", "captured"),
+    [
+        ({}, False),
+        ({"sidecar.istio.io/inject": "true"}, True),
+        ({"istio.io/rev": "canary"}, True),
+    ],
+    ids=["says nothing", "asks", "names a revision"],
+)
+def test_62_pod_of_a_namespace_that_left_the_mesh_is_captured_only_if_it_asks_itself(
+    labels: dict[str, str], own: dict[str, str], captured: bool
+) -> None:
+    pod = kube.pod(document(labels=own))
+    for left in (True, False):
+        found = decide(pod, Namespace(name=pod.namespace, labels=labels, left=left), Policy())
+        assert found.captured is (captured or not left)
+        assert (found.reason == "namespace-left") is not found.captured
+    assert not found.refuse
+
+
+def test_100_container_that_can_undo_the_capture_is_a_risk_and_the_mesh_own_is_not() -> None:
+    powers = {"securityContext": {"capabilities": {"add": ["CAP_NET_ADMIN", "CHOWN"]}}}
+    whole = {"securityContext": {"privileged": True}}
+    for app, said in (
+        (powers, "container app holds NET_ADMIN, so it can undo the capture"),
+        (whole, "container app is privileged, so it can undo the capture"),
+        ({"securityContext": {"runAsUser": 1337}}, "container app runs as user 1337"),
+        ({"securityContext": {"capabilities": {"drop": ["NET_ADMIN"]}}}, ""),
+    ):
+        pod = kube.pod(document(app=app, proxy=powers))
+        found = risks(pod, settings_of(decide(pod, Namespace(name="shop"), Policy())))
+        assert said in "".join(found)
+        assert len(found) == bool(said)

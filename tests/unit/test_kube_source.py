@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import yaml
 
 from agent.model.pod import Pod
 from agent.node.kube.access import InCluster, Kubeconfig
@@ -19,6 +19,7 @@ from agent.node.kube.source import KubeSource
 from agent.node.source import Described
 from tests.fakes import fake_api
 from tests.fakes.fake_api import NODE, FakeApi, kubeconfig, namespace, pod, serving
+from tests.support import api_servers
 
 PATIENCE_S = 20.0
 EXCLUDE = "traffic.sidecar.istio.io/excludeOutboundPorts"
@@ -424,15 +425,8 @@ def test_pod_that_nobody_told_of_is_asked_for_once_and_not_for_long(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make an authority and a certificate for 127.0.0.1 that it has signed."""
     folder = tmp_path_factory.mktemp("tls")
-    for command in (
-        "openssl req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.crt -subj /CN=it-ca",
-        "openssl req -newkey rsa:2048 -nodes -keyout tls.key -out tls.csr -subj /CN=it"
-        " -addext subjectAltName=IP:127.0.0.1",
-        "openssl x509 -req -in tls.csr -CA ca.crt -CAkey ca.key -out tls.crt -copy_extensions copy",
-    ):
-        subprocess.run(command.split(), cwd=folder, capture_output=True, check=True)
+    api_servers.certificates(folder)
     return folder
 
 
@@ -485,8 +479,6 @@ def test_server_that_cannot_prove_who_it_is_is_not_talked_to(
 def test_kubeconfig_that_says_nothing_useful_is_refused_in_words(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
-    import yaml
-
     path = kubeconfig(tmp_path, FakeApi())
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **change}))
     client = ApiClient(Kubeconfig(path))

@@ -34,6 +34,8 @@ class FakeJobs:
 
     def __init__(self, *, captured: bool = False) -> None:
         self.captured, self.guarded = captured, False
+        self.bare = False  # whether there never was a capture
+        self.at_risk = False  # whether only a write without care can be made
         self.done: list[str] = []
         self.pipe, self.watches = -1, 0
         self.gates: list[int] = []  # the ends by which to tell that the proxy listens
@@ -63,8 +65,10 @@ class FakeJobs:
             in_sync = self.captured and self.only in (None, request["backend"])
             lines = [] if in_sync else ["+ nat: -A OUTPUT -j ISTIO_OUTPUT"]
             found = {"backend": "nftables", "in_sync": in_sync}
-            found["guarded"] = self.guarded
+            found["guarded"], found["bare"] = self.guarded, self.bare
             return {**found, "differences": lines, "foreign": [], "warnings": []}
+        if self.at_risk and request.get("careful"):
+            raise JobFailed("ConnectionsAtRisk", "connections would be cut", 3)
         changed, self.captured = not self.captured, True
         return {"backend": "nftables", "changed": changed, "duration_ms": 1.0}
 
@@ -435,3 +439,59 @@ def test_nothing_is_watched_in_a_pod_that_is_left_alone() -> None:
             os.close(end)
 
     play(part)
+
+
+# --- pods that come late --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_risk", "state", "kinds"),
+    [
+        ({"": "", "risk": ""}, False, "in-sync", ["captured", "captured-late"]),
+        ({"": "", "risk": ""}, True, "in-sync", ["captured", "captured-late"]),
+        ({"": "", "risk": "left alone"}, True, "drifted", []),
+        ({"": "left alone", "risk": ""}, False, "drifted", []),
+    ],
+    ids=["safe", "unsafe all the same", "unsafe", "not programmed"],
+)
+def test_pod_that_ran_uncaptured_is_treated_as_the_policy_says(
+    policy: dict[str, str], at_risk: bool, state: str, kinds: list[str]
+) -> None:
+    async def part(scene: Scene) -> None:
+        scene.jobs.bare, scene.jobs.at_risk = True, at_risk
+        scene.reconciler.remedy = lambda _, danger: policy["risk" if danger else ""]
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == state and len(scene.jobs.done) > 2)
+        assert pod.detail == ("left alone" if state == "drifted" else "")
+        assert scene.reconciler.runs_uncaptured(WISH.key) is (state == "drifted")
+
+    scene = play(part)
+    assert scene.jobs.captured is (state == "in-sync")
+    assert scene.kinds() == kinds
+
+
+def test_pod_that_the_plugin_announced_or_that_lost_its_capture_does_not_come_late() -> None:
+    async def part(scene: Scene) -> None:
+        scene.jobs.bare = True
+        scene.reconciler.remedy = lambda *_: "left alone"
+        announced = scene.reconciler.want(WISH)
+        announced.announced = True
+        await scene.until(lambda: announced.state == "in-sync")
+        scene.jobs.captured = False
+        await scene.until(lambda: "drift-repaired" in scene.kinds())
+
+    play(part)
+
+
+def test_other_settings_are_no_drift() -> None:
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        for ports in ("80", "81"):
+            scene.jobs.captured = False  # by these it is not as it should be
+            scene.reconciler.want(replace(WISH, settings={"inbound_ports_include": ports}))
+            await scene.until(lambda: scene.jobs.captured and pod.enrolled)
+        scene.reconciler.want(replace(WISH, settings=None))
+        scene.reconciler.want(pod.wish)
+
+    assert set(play(part).kinds()) == {"captured"}

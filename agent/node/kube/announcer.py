@@ -33,6 +33,7 @@ REASONS: Mapping[str, tuple[str, str]] = {
     "leftover": (WARNING, "LeftoverFound"),
     "leftover-gone": (NORMAL, "LeftoverGone"),
     "bypass-risk": (WARNING, "BypassRisk"),
+    "remark": (WARNING, "CaptureRemark"),
     "uncaptured": (WARNING, "Uncaptured"),
     "captured-late": (WARNING, "CapturedLate"),
     "deleted": (WARNING, "DeletedUncaptured"),
