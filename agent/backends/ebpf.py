@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from agent.backends import ebpf_enrol, ebpf_gate, ebpf_node, ebpf_sweep
+from agent.backends.ebpf_sweep import Swept
 from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.formats import bpf_capture
@@ -76,12 +77,12 @@ class Ebpf:
         return (Step(what, lambda: _writing(enrol), self.name),)
 
 
-def sweep() -> int:
-    """Take out what namespaces that are gone left on the node; return how many those were.
+def sweep() -> Swept:
+    """Take out what namespaces that are gone left on the node, and look at the rest in passing.
 
     The last one takes the programs along. Raises: KernelRejected, EnvironmentLacks.
     """
-    return _writing(ebpf_sweep.sweep_node) if bpf_pins.about() else 0
+    return _writing(ebpf_sweep.sweep_node) if bpf_pins.about() else Swept()
 
 
 def _writing(work: Callable[[], T]) -> T:

@@ -8,7 +8,9 @@ link, is of a namespace that is gone only if none that can be seen has its cooki
 import os
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from agent.backends import ebpf_node
 from agent.formats.bpf_capture import COOKIE
 from agent.kernel import bpf, bpf_pins, namespaces
 from agent.model.enrolment import LAYOUT
@@ -16,8 +18,16 @@ from agent.model.enrolment import LAYOUT
 OF_A_NAMESPACE = ("own_addresses", "listeners", "passing", "listened")
 
 
-def sweep(most: int | None = None) -> int:
-    """Take out what namespaces that are gone left behind; return how many. Hold the lock.
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """How many namespaces were gone, and what was seen that is wrong about those that live."""
+
+    gone: int = 0
+    faults: tuple[str, ...] = ()
+
+
+def sweep(most: int | None = None) -> Swept:
+    """Take out what namespaces that are gone left behind. Hold the lock.
 
     `most` looks at so many links of all, taken at random: enough, if it is done with every new one.
 
@@ -31,21 +41,23 @@ def sweep(most: int | None = None) -> int:
     gone = lost - namespaces.cookies() if lost else lost
     for cookie in gone:
         let_go(cookie)
-    return len(gone)
+    said = (f"the program of namespace {cookie} is not attached" for cookie in sorted(lost - gone))
+    return Swept(len(gone), tuple(said))
 
 
-def sweep_node() -> int:
+def sweep_node() -> Swept:
     """Sweep everything, and let the programs go if nobody is left to need them. Hold the lock.
 
     What is of another version's making is left alone. Raises: OSError.
     """
     about = bpf_pins.about()
     if about is None or about.layout not in (0, LAYOUT):
-        return 0
-    swept = sweep() if about.layout else 0
+        return Swept()
+    swept = sweep() if about.layout else Swept()
     if not about.layout or not _enrolled():  # half of them: whoever loaded them was killed
         bpf_pins.unload()
-    return swept
+        return swept
+    return replace(swept, faults=(*swept.faults, *ebpf_node.faults(about)))
 
 
 def let_go(cookie: int) -> None:

@@ -23,7 +23,10 @@ from agent.model.wanted import Before, Known, before_of, captured, captures, unc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a run did. `changed` tells whether anything was written to the kernel."""
+    """What a run did. `changed` tells whether anything was written to the kernel.
+
+    `passed_over` are those of the warnings that say why the backend in use gave way to another.
+    """
 
     backend: str | None
     changed: bool
@@ -31,6 +34,7 @@ class Result:
     duration_ms: float
     warnings: tuple[str, ...] = ()
     steps: tuple[str, ...] = field(default=())
+    passed_over: tuple[str, ...] = ()
     spared: int = 0  # connections that were open before there was a capture, and go on past it
 
 
@@ -88,6 +92,7 @@ def apply(
             *_surroundings(have, chosen.name),
         ),
         steps=tuple(step.what for step in change.steps),
+        passed_over=chosen.passed_over,
         spared=spared.number,
     )
 

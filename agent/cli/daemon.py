@@ -33,6 +33,7 @@ from agent.cni.watcher import State, Watcher
 from agent.kernel import capabilities, package
 from agent.model.errors import AgentError, EnvironmentLacks
 from agent.model.pod import Policy
+from agent.model.state import EBPF
 from agent.node.config import Config, Listen, load
 from agent.node.events import Events
 from agent.node.explanation import explain
@@ -92,7 +93,7 @@ class Daemon:
             turned=self._leftovers.look_at,
             tell=self._events.add,
         )
-        self._sweeper = Sweeper(self._worker)
+        self._sweeper = Sweeper(self._worker, partial(self._reconciler.look_again, EBPF))
         self._parts = Parts(self._start)
         self._api = ApiServer(self._parts, self._roster, self._reconciler)
         self._ears = Ears(self._hear, self._hear_cni, self._around, self._api.ahead)

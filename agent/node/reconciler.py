@@ -156,6 +156,12 @@ class Reconciler:
             finally:
                 self._tell(pod)
 
+    def look_again(self, backend: str) -> None:
+        """Look soon at all pods that are captured by a backend: something is wrong about it."""
+        for pod in self.pods.values():
+            if pod.backend == backend:
+                pod.wake.set()
+
     async def check(self, wish: Wish) -> Findings:
         """Compare a namespace with a wish, whether or not a pod is kept by that wish.
 
@@ -249,7 +255,7 @@ class Reconciler:
                 said = remedy(wish, str(error))
                 done = None if said else await self._apply(pod)
             if done is not None and wish is pod.wish:
-                self._events.add("captured-late", wish.label, LATE + _spared(done))
+                self._events.add("captured-late", wish.label, LATE + _besides(done))
         if said:
             pod.state, pod.detail = "drifted", said
 
@@ -283,7 +289,7 @@ class Reconciler:
         if not pod.enrolled and pod.asks_for(wish):
             pod.enrolled = True
             self._meter.enrolled("done", wish.reason)
-            how = f"captured by {pod.backend}: {wish.text}{_spared(done)}"
+            how = f"captured by {pod.backend}: {wish.text}{_besides(done)}"
             self._events.add("captured", wish.label, how)
         return done
 
@@ -352,10 +358,13 @@ class Reconciler:
         pod.state, pod.detail = "failed", said
 
 
-def _spared(done: Mapping[str, object]) -> str:
-    """Say what goes on past the proxy: connections that were there before it was asked for."""
-    number = int(str(done.get("spared", 0)))
-    return f"; {number} connections that were open go on past the proxy" if number else ""
+def _besides(done: Mapping[str, object]) -> str:
+    """Say which backend gave way, and what goes on past the proxy: what was open before."""
+    passed_over, number = done.get("passed_over"), int(str(done.get("spared", 0)))
+    said = [str(why) for why in passed_over] if isinstance(passed_over, list) else []
+    if number:
+        said.append(f"{number} connections that were open go on past the proxy")
+    return "".join(f"; {one}" for one in said)
 
 
 def _gap(since_s: float, told: bool) -> str:

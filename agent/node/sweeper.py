@@ -1,11 +1,13 @@
 """Has what namespaces left on the node taken out when they are gone, though nothing else happens.
 
 The eBPF programs have no way to learn that a namespace ended, and neither has the agent of one
-that the runtime does not tell of: so it is looked for on a timer.
+that the runtime does not tell of: so it is looked for on a timer. Whoever detaches a program of one
+that lives is noticed in passing.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from agent.kernel import netns
 from agent.model.errors import AgentError
@@ -19,9 +21,12 @@ PAUSE_S = 10.0
 class Sweeper:
     """The loop that sweeps. For one event loop."""
 
-    def __init__(self, jobs: Jobs, *, pause_s: float = PAUSE_S) -> None:
+    def __init__(self, jobs: Jobs, alarm: Callable[[], None], *, pause_s: float = PAUSE_S) -> None:
+        """`alarm` is called when something is newly wrong about those that are not gone."""
         self._jobs = jobs
+        self._alarm = alarm
         self._pause_s = pause_s
+        self._faults: object = []
 
     async def run(self) -> None:
         """Sweep until cancelled; what fails is tried again after the pause."""
@@ -29,9 +34,12 @@ class Sweeper:
             await asyncio.sleep(self._pause_s)
             try:
                 with netns.open_target("host")[0] as host:
-                    swept = (await self._jobs.job("sweep", host.fd))["swept"]
+                    found = await self._jobs.job("sweep", host.fd)
             except AgentError as error:
                 log.warning("what is left of namespaces cannot be swept: %s", error)
                 continue
-            if swept:
-                log.info("swept what namespaces that are gone left", extra={"number": swept})
+            if found["gone"]:
+                log.info("swept what namespaces that are gone left", extra={"gone": found["gone"]})
+            if found["faults"] and found["faults"] != self._faults:
+                self._alarm()
+            self._faults = found["faults"]

@@ -185,7 +185,7 @@ def _scan(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
 
 def _sweep(_: Netns, __: Mapping[str, Any]) -> dict[str, object]:
     """Take out what namespaces that are gone left on the node, whichever namespace this is."""
-    return {"swept": ebpf.sweep()}
+    return asdict(ebpf.sweep())
 
 
 # Jobs that write nothing into a namespace may be given the node's own, too.
