@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from agent.model import numbers
 from agent.model.errors import AgentError
+from agent.model.values import AMBIENT
 from agent.node.pod import Pod, Wish
 from agent.node.proxies import Proxies
 from agent.node.reconciler import Jobs
@@ -117,6 +118,7 @@ class ProxyMetrics:
         return [
             Subject(wish.namespace, wish.name, partial(connect, str(wish.netns), port))
             for wish in self._wishes()
+            if _has_envoy(wish)
         ]
 
     async def _look(self, wishes: list[Wish]) -> None:
@@ -132,7 +134,7 @@ class ProxyMetrics:
             except AgentError:
                 found = frozenset()
             seen.listening = found >= capture
-            if numbers.ENVOY_ADMIN_PORT in found:
+            if numbers.ENVOY_ADMIN_PORT in found and _has_envoy(wish):
                 async with at_proxies:  # another queue: nobody else waits for a slow proxy
                     await self._read_certificates(path, seen)
 
@@ -163,6 +165,11 @@ class ProxyMetrics:
             if seen.expires is not None:
                 left = (seen.expires - now).total_seconds()
                 expiry.labels(wish.namespace, wish.name).set(round(left))
+
+
+def _has_envoy(wish: Wish) -> bool:
+    """Whether the proxy is one of the pod's own: the node's tells of itself elsewhere."""
+    return (wish.settings or {}).get("mode") != AMBIENT
 
 
 def _key(wish: Wish) -> tuple[str, str]:

@@ -155,13 +155,16 @@ def test_probe_notices_that_the_answers_do_not_come_back_to_the_proxy(netns: str
     assert_in_sync(netns, AMBIENT, "iptables-nft")
 
 
-def test_table_100_of_others_is_left_to_them(netns: str) -> None:
+def test_table_100_of_others_is_left_to_them_without_a_record_too(
+    netns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inside(netns, "ip", "rule", "add", "fwmark", "1", "lookup", "100")
     inside(netns, "ip", "route", "add", "local", "default", "dev", "lo", "table", "100")
     inside(netns, "ip", "-6", "rule", "add", "fwmark", "0x200/0xf00", "lookup", "200")
     before = snapshot(netns)
     capture(netns, AMBIENT, "nftables")
     assert_in_sync(netns, AMBIENT, "nftables")
+    monkeypatch.setenv(STATE_DIR, str(tmp_path / "another"))
     release(netns)
     assert snapshot(netns) == before
 
@@ -275,6 +278,7 @@ def test_agent_captures_named_namespaces_so_and_otherwise_once_it_is_told(
             for one in agent.ask("explain", namespace="static", name="web")["settings"]
         }
         assert origins["mode"]["value"] == "ambient"
+        assert "intercept_proxy_scrape_up{" not in agent.get("status", "/stats/prometheus")[1]
         sidecar = {"mode": "sidecar", "outbound_ip_ranges_include": "*"}
         agent.configure(**common, static=[{**named, "settings": sidecar}])
         agent.tell(signal.SIGHUP)
