@@ -311,7 +311,7 @@ def given_settings(
             given[setting.key] = value
     _refuse_gate(arguments.gate or given.get("gate"), arguments.backend)
     said = bool(given) or arguments.settings is not None
-    if mode != SIDECAR:
+    if mode != SIDECAR or "mode" in given:
         given["mode"] = mode
     if "ENVOY_USER" in environment:
         given["envoy_user"] = environment["ENVOY_USER"]

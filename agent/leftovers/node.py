@@ -30,12 +30,12 @@ class PodFact:
     @classmethod
     def of(cls, title: str, reason: str, text: str, *, captured: bool) -> "PodFact":
         """Return what follows from a decision: its reason in one word, and in words."""
-        ambient = {Reason.AMBIENT: True, Reason.NOT_ENROLLED: False}
+        ambient: dict[str, bool] = {Reason.AMBIENT: True, Reason.NOT_ENROLLED: False}
         return cls(
             title=title,
             wants=wants_capture(reason, captured=captured),
             reason=text,
-            ambient=ambient.get(Reason(reason)) if reason in set(Reason) else None,
+            ambient=ambient.get(reason),
         )
 
 

@@ -163,6 +163,7 @@ def _ambient(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
         text=asked,
         settings=ambient_pod.raw_settings(pod, policy.ambient),
         warnings=said,
+        certain=pod.labels is not None,  # its own may say none
     )
 
 

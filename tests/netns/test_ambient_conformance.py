@@ -148,6 +148,16 @@ def test_flags_and_environment_of_the_node_agent_ask_for_the_golden(
         assert_same(rules_of(parts.get(f"ipv{version}", "")), rules_of(golden.rules[version]))
 
 
+def test_flag_wins_over_the_mode_of_a_settings_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("mode: ambient\nredirect_dns: true\ndns_servers: 10.0.0.1\n")
+    done = cli("plan", "--mode", "sidecar", "--settings", str(file))
+    assert done.code == 0, done.stderr
+    assert "ISTIO_PRERT" not in done.stdout
+    refused = cli("plan", "--settings", str(file))
+    assert (refused.code, "dns_servers_v4: an ambient capture has" in refused.stderr) == (2, True)
+
+
 @each_golden
 def test_the_reference_generator_of_these_tests_loads_the_golden(golden: Case, netns: str) -> None:
     assert tuple(ambient_rules.ip_commands(golden.config)) == golden.ip_commands

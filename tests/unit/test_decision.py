@@ -180,6 +180,12 @@ def test_pod_whose_labels_are_not_known_is_not_known_to_be_no_ambient_one() -> N
     assert not ambient_decision({}, {}).certain  # its namespace may say it
     assert ambient_decision({}, {names.DATAPLANE_MODE: "none"}).certain
     assert ambient_decision({}, None, host_network=True).certain
+    asked = decide(
+        Pod(namespace="shop", name="web", annotations={}),
+        Namespace(name="shop", labels=AMBIENT),
+        ON_THE_NODE,
+    )
+    assert (asked.captured, asked.certain) == (True, False)  # its own label may say none
 
 
 def test_sandbox_with_a_stack_of_its_own_is_no_ambient_pod_either() -> None:
