@@ -6,7 +6,7 @@ whatever stops half way has not changed what becomes of a connection.
 
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from agent.backends import ebpf_gate, ebpf_inbound, ebpf_node, ebpf_sweep
 from agent.backends.session import Session
@@ -15,6 +15,7 @@ from agent.formats.bpf_capture import COOKIE
 from agent.kernel import bpf_pins
 from agent.kernel.borrowed import borrowed
 from agent.kernel.netns import own_id, refuse_node
+from agent.kernel.sockets import KernelSocket
 from agent.model.enrolment import Enrolment, Site
 from agent.model.errors import EnvironmentLacks
 from agent.model.settings import Settings
@@ -37,10 +38,11 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
         raise EnvironmentLacks("eBPF needs Linux 5.15 or newer: namespaces have no cookies here")
     ebpf_node.bring_up()
     port = settings.inbound_capture_port
-    _adopt(session, cookie, port)
+    listeners = session.sockets.listeners("tcp")
+    _adopt(session, cookie, port, listeners)
     ebpf_inbound.attach(session.netns, cookie)
     if settings.gate != "closed":
-        ebpf_gate.close_if_listening(session, cookie, settings)
+        ebpf_gate.close_if_listening(cookie, settings, listeners)
     if settings.passing or have is not None:
         ebpf_gate.let_pass(cookie, settings.passing)
     now = bpf_capture.own_keys(cookie, site)
@@ -48,8 +50,9 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
         for key in now:
             own.update(key, bpf_capture.PRESENT)
         captures.update(COOKIE.pack(cookie), bpf_capture.encode(settings, site))
-    ebpf_gate.close_if_listening(session, cookie, settings)
-    _adopt(session, cookie, port)  # also whoever began to listen just before the entry was there
+    listeners = session.sockets.listeners("tcp")  # also who began just before the entry was there
+    ebpf_gate.close_if_listening(cookie, settings, listeners)
+    _adopt(session, cookie, port, listeners)
     if have is not None:
         ebpf_sweep.forget("own_addresses", cookie, but=now)
         ebpf_sweep.forget("listeners", cookie, but=_slots(cookie, port))
@@ -95,12 +98,12 @@ def _slots(cookie: int, port: int) -> Iterator[bytes]:
         yield from listener_keys(cookie, port, version)
 
 
-def _adopt(session: Session, cookie: int, port: int) -> None:
-    """Let the programs know who listens already. Reading the pinned iterator does it.
+def _adopt(session: Session, cookie: int, port: int, there: Iterable[KernelSocket]) -> None:
+    """Let the programs know who listens there already. Reading the pinned iterator does it.
 
     Where the kernel has no type information there is none; then the sockets are borrowed.
     """
-    there = [s for s in session.sockets.listeners("tcp") if s.local[1] == port]
+    there = [found for found in there if found.local[1] == port]
     if not there:
         return
     with bpf_pins.open_map("listeners") as listeners:

@@ -6,10 +6,11 @@ and nobody but a removal opens it again. A listener that was there before the pr
 
 import os
 import struct
+from collections.abc import Iterable
 
-from agent.backends.session import Session
 from agent.formats.bpf_capture import COOKIE
 from agent.kernel import bpf, bpf_pins
+from agent.kernel.sockets import KernelSocket
 from agent.model.errors import KernelRejected
 from agent.model.settings import Settings
 
@@ -34,10 +35,10 @@ def passing(cookie: int) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def close_if_listening(session: Session, cookie: int, settings: Settings) -> None:
-    """Close the gate if the proxy listens already."""
+def close_if_listening(cookie: int, settings: Settings, there: Iterable[KernelSocket]) -> None:
+    """Close the gate if the proxy is among those who listen."""
     ports = {settings.proxy_port, settings.inbound_capture_port}
-    if any(found.local[1] in ports for found in session.sockets.listeners("tcp")):
+    if any(found.local[1] in ports for found in there):
         with bpf_pins.open_map("listened") as listened:
             listened.update(COOKIE.pack(cookie), _YES)
 
