@@ -53,8 +53,11 @@ def settings_for(raw: Mapping[str, object], target: Target | None) -> Settings:
     envoy_user = str(values.pop("envoy_user", "") or "istio-proxy")
     if values.get("mode") != AMBIENT:  # whose proxy is known by its mark
         _proxy_ids(values, envoy_user, names)
+    automatic = values.get("enable_ipv6", AUTO) == AUTO
     ipv6 = _ipv6(values, target)
     _dns_servers(values, target)
+    if automatic and ipv6 is not None and not (ipv6.addressed or ipv6.enabled):
+        return parse({**values, "enable_ipv6": True}, names).without_ipv6()
     settings = parse(values, names)
     if target is not None and settings.enable_ipv6 and ipv6 is not None and not ipv6.lo_enabled:
         raise EnvironmentLacks(

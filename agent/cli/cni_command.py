@@ -120,8 +120,9 @@ def _print(action: str, place: Place, done: Report) -> None:
         print(output.paint(f"~ {difference}", output.YELLOW))
     if not done.in_sync:
         count = f"{len(done.differences)} difference{'s' if len(done.differences) > 1 else ''}"
-        hint = "`intercept-agent cni install` puts it right"
-        print(f"{place.conf_dir}: {output.paint(count, output.RED)}; {hint}")
+        # Without a file that can be edited it would be refused as well.
+        hint = "; `intercept-agent cni install` puts it right" if done.file else ""
+        print(f"{place.conf_dir}: {output.paint(count, output.RED)}{hint}")
     elif action == "uninstall":
         word = "uninstalled" if done.changed else "nothing to remove"
         print(f"{place.conf_dir}: {output.paint(word, output.GREEN)}")

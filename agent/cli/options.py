@@ -199,6 +199,8 @@ SETTINGS: tuple[Setting, ...] = (
     ),
 )
 
+_SWITCHED = frozenset({"enable_ipv6", *(one.key for one in SETTINGS if one.switch)})
+
 # Options of istio-iptables that say what this agent always does; an init container passes them.
 IGNORED_SWITCHES = ("--reconcile", "--force-apply", "--cni-mode", "--log_as_json")
 IGNORED_VALUES = ("--log_output_level", "--log_target", "--network-namespace")
@@ -300,7 +302,7 @@ def given_settings(
     mode = str(arguments.mode or file.get("mode") or SIDECAR)
     for setting in SETTINGS:
         for name in setting.variables(mode):
-            if name in environment:
+            if name in environment and _says_something(setting, environment[name]):
                 given[setting.key] = environment[name]
     if arguments.pod_manifest:
         given |= documents.pod_settings(arguments.pod_manifest, mode)
@@ -316,6 +318,11 @@ def given_settings(
     if "ENVOY_USER" in environment:
         given["envoy_user"] = environment["ENVOY_USER"]
     return given if said else None
+
+
+def _says_something(setting: Setting, text: str) -> bool:
+    """Whether a variable counts: templates leave switches empty, which must not stop a pod."""
+    return bool(text) or setting.key not in _SWITCHED
 
 
 def _refuse_gate(gate: object, backend: str) -> None:

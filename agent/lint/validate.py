@@ -11,7 +11,7 @@ from typing import Any
 
 from agent.formats import kube, yaml_scalars, yaml_tree
 from agent.formats import pod as pods
-from agent.lint import metadata
+from agent.lint import admission, metadata
 from agent.lint import pods as pod_checks
 from agent.lint.manifest import Manifest, manifests
 from agent.lint.report import Problem, Report, Severity, Verdict
@@ -220,6 +220,7 @@ def _warnings(found: _Found, spec: Mapping[str, Any]) -> Iterator[Note]:
     right, raw = _without_mistakes(found)
     yield from remarks.notes(right, raw if found.may_be else None)
     if found.may_be:
+        yield from admission.refused(right)
         yield from pod_checks.ports(pod, spec)
     else:
         yield from _without_effect(pod, decision)

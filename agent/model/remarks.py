@@ -1,6 +1,7 @@
 """What a pod's manifest says that is valid and probably not meant, as sentences for its event."""
 
 import difflib
+import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
@@ -11,7 +12,15 @@ from agent.model.note import Note
 from agent.model.numbers import PROXY_ID
 from agent.model.pod import INIT, PROXY, Container, Pod, parsable
 from agent.model.settings import Settings, parse
-from agent.model.values import FALSE_WORDS, TRUE_WORDS, Network, Span, network_text, shown
+from agent.model.values import (
+    FALSE_WORDS,
+    TRUE_WORDS,
+    Network,
+    Span,
+    address_text,
+    network_text,
+    shown,
+)
 
 # A pod may have thousands of annotations, of any length, and comparing words is slow.
 MAX_OF_A_KIND = 20
@@ -48,7 +57,8 @@ def notes(pod: Pod, raw: Mapping[str, object] | None) -> tuple[Note, ...]:
     if raw is not None:
         settings = parse(parsable(raw))
         found += (_proxy(pod, settings), _collisions(pod, settings), _deprecated(pod))
-        found += (_inbound(pod, settings), _outbound(pod, settings), _networks(settings))
+        found += (_inbound(pod, settings), _outbound(pod, settings))
+        found += (_networks(settings), _masked(pod))
     return tuple(note for kind in found for note in islice(kind, MAX_OF_A_KIND))
 
 
@@ -252,6 +262,24 @@ def _networks(settings: Settings) -> Iterator[Note]:
                 f"annotation {names.EXCLUDE_NETWORKS} has no effect on {network_text(hole)}, which "
                 "is in no included network",
             )
+
+
+def _masked(pod: Pod) -> Iterator[Note]:
+    """Networks that are wider than they look: the kernel drops the bits behind the prefix."""
+    for name in (names.INCLUDE_NETWORKS, names.EXCLUDE_NETWORKS):
+        for item in (pod.annotation(name) or "").split(",")[:MAX_NETWORKS]:
+            text = item.strip()
+            if "/" not in text:
+                continue
+            meant = ipaddress.ip_interface(text)
+            if meant.ip != meant.network.network_address:
+                counts = network_text(meant.network)
+                yield Note(
+                    message=f"annotation {name}: {shown(text)} has bits set behind its prefix and "
+                    f"counts as {counts}",
+                    hint=f"write {counts} or, for the one address, {address_text(meant.ip)}",
+                    at=names.annotation_at(name),
+                )
 
 
 def _inside(inner: Network, outer: Network) -> bool:

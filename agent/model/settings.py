@@ -6,7 +6,7 @@ the setting, the value and what is allowed.
 
 import ipaddress
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from agent.model import numbers, profile, values
 from agent.model.errors import InvalidSettings
@@ -109,6 +109,12 @@ class Settings:
     def probe_source(self, family: Family) -> Address:
         """Return where the node's probes of an ambient pod come from."""
         return self.host_probe_snat_ip if family is Family.IPV4 else self.host_probe_snat_ipv6
+
+    def without_ipv6(self) -> "Settings":
+        """Return the settings for where there is no IPv6, of which nothing can then escape."""
+        include = self.outbound_ip_ranges_include
+        left = Networks(include.everything, include.of(Family.IPV4))
+        return replace(self, enable_ipv6=False, outbound_ip_ranges_include=left)
 
     def loopback(self, family: Family) -> str:
         if family is Family.IPV6:

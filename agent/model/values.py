@@ -28,6 +28,8 @@ MAX_INTERFACE_NAME = 15
 MAX_CGROUP = 500  # a rule holds a path of 511 bytes
 
 INTERFACE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+# Python takes netmasks, wildcards and zones besides, of which nobody here means anything.
+NETWORK = re.compile(r"[0-9A-Fa-f:.]+(/(0|[1-9][0-9]*))?")
 _CGROUP = re.compile(r"(?!\.\.?$)[A-Za-z0-9_.:@-]+")
 
 
@@ -230,23 +232,18 @@ def id_item(kind: str, lookup: Callable[[str], int | None]) -> Callable[[str], S
 
 
 def _network(text: str) -> Network:
+    """Return the network; bits behind the prefix count for nothing, as to the kernel."""
     if text == "*":
         raise BadValue("'*' cannot be mixed with networks or stand in this list")
     if text != text.strip():
         raise BadValue(f"{shown(text)} has blanks around it; write {shown(text.strip())}")
     try:
-        return ipaddress.ip_network(text, strict=True)
+        if NETWORK.fullmatch(text):
+            return ipaddress.ip_network(text, strict=False)
     except ValueError:
         pass
-    try:
-        meant = ipaddress.ip_interface(text)
-    except ValueError:
-        raise BadValue(
-            f"{shown(text)} is not a network; write ADDRESS/PREFIX, such as 10.0.0.0/8 or fd00::/8"
-        ) from None
     raise BadValue(
-        f"{shown(text)} has bits set behind its prefix; write {network_text(meant.network)} for "
-        f"the network or {address_text(meant.ip)} for the one address"
+        f"{shown(text)} is not a network; write ADDRESS/PREFIX, such as 10.0.0.0/8 or fd00::/8"
     )
 
 

@@ -63,7 +63,7 @@ def test_bad_value_is_refused_before_anything_is_touched(
 
 @pytest.mark.parametrize("command", ["apply", "check", "plan"])
 def test_all_mistakes_are_reported_at_once(command: str, captured: str) -> None:
-    words = ("-b", "x,80,70000", "-i", "10.0.0.1/8", "-c", "eth0,.x", "-m", "tproxy", "-p", "0")
+    words = ("-b", "x,80,70000", "-i", "10.0.0.1/33", "-c", "eth0,.x", "-m", "tproxy", "-p", "0")
     done = cli(command, "--netns", captured, *words)
     assert (done.code, done.stdout) == (2, "")
     assert sorted(line.split(": ")[1] for line in done.lines) == [

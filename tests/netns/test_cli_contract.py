@@ -172,6 +172,14 @@ def test_lack_of_ipv6_on_lo_is_exit_3_and_nothing_is_touched(netns: str) -> None
     assert snapshot(netns) == before
 
 
+def test_ipv6_networks_are_left_out_where_there_is_no_ipv6_at_all(netns: str) -> None:
+    off = [f"net.ipv6.conf.{name}.disable_ipv6=1" for name in ("all", "default", "lo")]
+    inside(netns, "sysctl", "-qw", *off)
+    words = ("--netns", netns, "-i", "10.0.0.0/8,fd00::/8")
+    assert [cli(command, *words).code for command in ("apply", "check", "apply")] == [0, 0, 0]
+    assert cli("apply", *words, "--enable-ipv6", "false").code == 2
+
+
 # --- help and tables ------------------------------------------------------------------------------
 
 
@@ -229,6 +237,12 @@ def test_variable_of_istio_sets_its_setting(
         first, last = names
         assert planned(environment={first: OPPOSITE[value], last: value})[key] == expected
         assert planned(environment={first: value, last: OPPOSITE[value]})[key] is False
+
+
+def test_switch_of_an_empty_variable_is_not_given() -> None:
+    found = planned(environment={"REDIRECT_DNS": "1", "ISTIO_META_DNS_CAPTURE": ""})
+    assert found["redirect_dns"] is True
+    assert planned(environment={"INVALID_DROP": ""})["drop_invalid"] is False
 
 
 @pytest.mark.parametrize("key", FLAGS)

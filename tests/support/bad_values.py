@@ -46,8 +46,9 @@ BAD_PORT_ITEMS = {
     "80:": ("'80:'", "65535"),
 }
 BAD_NETWORKS = {
-    "10.0.0.5/8": ("'10.0.0.5/8'", "10.0.0.0/8"),
-    "fd00::1/8": ("'fd00::1/8'", "fd00::/8"),
+    "10.0.0.0/08": ("'10.0.0.0/08'", "ADDRESS/PREFIX"),
+    "10.0.0.0/255.0.0.0": ("'10.0.0.0/255.0.0.0'", "ADDRESS/PREFIX"),
+    "fe80::%eth0/64": ("'fe80::%eth0/64'", "ADDRESS/PREFIX"),
     "10.0.0.0/33": ("'10.0.0.0/33'", "ADDRESS/PREFIX"),
     "fd00::/129": ("'fd00::/129'", "ADDRESS/PREFIX"),
     "api.example.invalid": ("'api.example.invalid'", "ADDRESS/PREFIX"),

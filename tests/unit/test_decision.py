@@ -535,7 +535,7 @@ def test_all_mistakes_of_a_pod_are_told_in_one_message() -> None:
         document(
             {
                 names.INCLUDE_INBOUND: "http,70000",
-                names.INCLUDE_NETWORKS: "10.0.0.5/8",
+                names.INCLUDE_NETWORKS: "10.0.0.5/33",
                 names.MODE: "tproxy",
                 names.STATUS_PORT: "x",
                 names.KUBEVIRT: "not an interface",
@@ -713,6 +713,7 @@ def test_101_host_network_is_never_captured_whatever_else_the_pod_says() -> None
             {names.INCLUDE_NETWORKS: "10.0.0.0/8", names.EXCLUDE_NETWORKS: "fd00::/8"},
             "no effect on fd00::/8",
         ),
+        ({names.EXCLUDE_NETWORKS: "fd00::/8, 10.9.8.7/8"}, "'10.9.8.7/8' has bits set behind its"),
         (
             {names.INCLUDE_OUTBOUND: "80", names.EXCLUDE_OUTBOUND: "80"},
             "outbound port 80 is both included and excluded",

@@ -102,9 +102,18 @@ def test_networks_of_both_families_keep_their_order(networks: list[str]) -> None
     assert kept.items == tuple(ipaddress.ip_network(network) for network in networks)
 
 
-def test_address_without_a_prefix_is_that_one_address() -> None:
-    found = parse({"outbound_ip_ranges_include": "10.0.0.1"}).outbound_ip_ranges_include
-    assert [str(network) for network in found.items] == ["10.0.0.1/32"]
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("10.0.0.1", "10.0.0.1/32"),
+        ("10.0.0.5/8", "10.0.0.0/8"),
+        ("FD00::1/8", "fd00::/8"),
+        ("1.2.3.4/0", "0.0.0.0/0"),
+    ],
+)
+def test_network_is_what_the_kernel_would_make_of_it(text: str, meant: str) -> None:
+    raw = {"outbound_ip_ranges_include": text, "enable_ipv6": True}
+    assert dump(parse(raw))["outbound_ip_ranges_include"] == [meant]
 
 
 @pytest.mark.parametrize(

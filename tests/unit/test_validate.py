@@ -305,7 +305,7 @@ def test_namespace_that_asks_for_injection_wrongly_is_told(labels: str, word: st
     [
         (names.INCLUDE_INBOUND, '"70000"', "'70000' is out of range"),
         (names.EXCLUDE_OUTBOUND, "80-x", "is no range"),
-        (names.EXCLUDE_NETWORKS, "10.0.0.5/8", "write 10.0.0.0/8"),
+        (names.EXCLUDE_NETWORKS, "10.0.0.5/33", "is not a network"),
         (names.INCLUDE_NETWORKS, "api.example.invalid", "is not a network"),
         (names.MODE, "tproxy", "write REDIRECT or TPROXY"),
         (names.STATUS_PORT, '"x"', "is not a port"),
@@ -320,6 +320,36 @@ def test_bad_value_is_an_error_where_it_stands(name: str, value: str, word: str)
         report = linted(text + "spec: {containers: [{name: app}]}\n")
         (problem,) = (one for one in report.problems if one.severity is Severity.ERROR)
         assert (problem.line, word in problem.message) == (6, True), problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        (names.INCLUDE_INBOUND, "8000-9000", True),
+        (names.INCLUDE_INBOUND, "80,", True),
+        (names.INCLUDE_INBOUND, " 80 , 443 ", False),
+        (names.INCLUDE_INBOUND, "0", False),
+        (names.EXCLUDE_INBOUND, "8000:9000", True),
+        (names.EXCLUDE_OUTBOUND, "80,,443", True),
+        (names.INCLUDE_OUTBOUND, "8000-9000", False),
+        (names.INCLUDE_NETWORKS, "10.0.0.1", True),
+        (names.INCLUDE_NETWORKS, "10.0.0.0/8,", True),
+        (names.INCLUDE_NETWORKS, "*", False),
+        (names.EXCLUDE_NETWORKS, "10.0.0.0/8, fd00::/8", True),
+        (names.EXCLUDE_NETWORKS, "10.0.0.0/8,fd00::/8", False),
+        (names.EXCLUDE_NETWORKS, "", False),
+        (names.MODE, "", True),
+        (names.STATUS_PORT, "", True),
+        (names.STATUS_PORT, "0", False),
+        (f"{TRAFFIC}excludeInterfaces", "eth1,", True),
+        (f"{TRAFFIC}excludeInterfaces", "eth1, net.2", False),
+    ],
+)
+def test_value_that_only_the_injector_refuses_is_told(name: str, value: str, refused: bool) -> None:
+    report = linted(template("Deployment", annotations=f'{{{name}: "{value}"}}'))
+    said = [one.message for one in report.problems if "Istio's injector refuses" in one.message]
+    assert (len(said), report.count(Severity.ERROR)) == (refused, 0)
+    assert report.documents[0].captured
 
 
 @pytest.mark.parametrize(
