@@ -27,16 +27,27 @@ MAX_LISTS = 10  # a list in a list
 
 
 def members(document: object) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Yield the documents in a document: itself, or what a `List` holds, with their places."""
+    """Yield the documents in a document: itself, or what a `List` holds, with their places.
+
+    What a `PodList` holds need not say that it is a Pod.
+    """
     todo: list[tuple[Place, object]] = [((), document)]
     while todo:
         place, found = todo.pop(0)
         if not isinstance(found, Mapping):
             continue
         items = found.get("items")
-        if str(found.get("kind")).endswith("List") and isinstance(items, list):
+        kind = str(found.get("kind"))
+        if kind.endswith("List") and isinstance(items, list):
             if len(place) < 2 * MAX_LISTS:
-                todo[:0] = [((*place, "items", at), item) for at, item in enumerate(items)]
+                inner = {"kind": kind.removesuffix("List")} if kind != "List" else {}
+                todo[:0] = [
+                    (
+                        (*place, "items", at),
+                        {**inner, **item} if isinstance(item, Mapping) else item,
+                    )
+                    for at, item in enumerate(items)
+                ]
         else:
             yield place, found
 

@@ -105,6 +105,12 @@ def of_pod(pod: Pod, document: Mapping[str, Any]) -> Iterator[Note]:
                 key=True,
             )
     label, annotation = pod.label(names.INJECT), pod.annotation(names.INJECT)
+    if label in TRUE_WORDS and label != "true":
+        yield Note(
+            message=f"label {names.INJECT} is {shown(label)}: the injector goes by 'true' alone",
+            hint='write "true"',
+            at=("metadata", "labels", names.INJECT),
+        )
     if annotation is None:
         return
     at = names.annotation_at(names.INJECT)

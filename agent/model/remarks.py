@@ -147,7 +147,8 @@ def _words(pod: Pod) -> Iterator[Note]:
     ):
         if value is not None and value not in TRUE_WORDS | FALSE_WORDS:
             yield Note(
-                message=f"{kind} {names.INJECT} is {shown(value)}, which does not count as 'false'",
+                message=f"{kind} {names.INJECT} is {shown(value)}, which does not count as "
+                "'false', nor as 'true' to the injector",
                 at=("metadata", f"{kind}s", names.INJECT),
             )
     if pod.proxy is None:
@@ -185,6 +186,8 @@ def _inbound(pod: Pod, settings: Settings) -> Iterator[Note]:
     written = pod.annotations or {}
     include = written.get(names.INCLUDE_INBOUND, "*").strip()
     if include == "*":
+        if _all(settings.inbound_ports_exclude):
+            yield _at(names.EXCLUDE_INBOUND, "every inbound port is excluded: none is captured")
         return
     listed = names.listed_ports(include)
     excluded = names.covered(settings.inbound_ports_exclude)
@@ -221,6 +224,8 @@ def _outbound(pod: Pod, settings: Settings) -> Iterator[Note]:
             names.INCLUDE_OUTBOUND,
             f"outbound {_ports(both)} both included and excluded, so not captured",
         )
+    if outbound and _all(settings.outbound_ports_exclude):
+        yield _at(names.EXCLUDE_OUTBOUND, "every outbound port is excluded: none is captured")
     if not (anything or settings.inbound_ports_include):
         yield _at(
             names.INCLUDE_NETWORKS,
@@ -230,6 +235,10 @@ def _outbound(pod: Pod, settings: Settings) -> Iterator[Note]:
 
 def _at(name: str, message: str) -> Note:
     return Note(message=message, at=names.annotation_at(name))
+
+
+def _all(spans: Sequence[Span]) -> bool:
+    return names.covered(spans).find(0, 1) < 0
 
 
 def _touches(covered: bytearray, span: Span) -> bool:
@@ -243,9 +252,16 @@ def _ports(spans: list[Span]) -> str:
 
 def _networks(settings: Settings) -> Iterator[Note]:
     include = settings.outbound_ip_ranges_include
-    excluded = settings.outbound_ip_ranges_exclude
-    if max(len(include.items), len(excluded)) > MAX_NETWORKS:
+    if max(len(include.items), len(settings.outbound_ip_ranges_exclude)) > MAX_NETWORKS:
         return
+    excluded = _merged(settings.outbound_ip_ranges_exclude)
+    for hole in excluded:
+        if include.everything and not hole.prefixlen:
+            yield _at(
+                names.EXCLUDE_NETWORKS,
+                f"every IPv{hole.version} address is excluded, so no outbound IPv{hole.version} "
+                "traffic is captured",
+            )
     for network in include.items:
         if any(_inside(network, hole) for hole in excluded):
             text = network_text(network)
@@ -255,13 +271,20 @@ def _networks(settings: Settings) -> Iterator[Note]:
             )
     if include.everything or not include.items or settings.outbound_ports_include:
         return
-    for hole in excluded:
+    for hole in settings.outbound_ip_ranges_exclude:
         if not any(_inside(hole, one) or _inside(one, hole) for one in include.items):
             yield _at(
                 names.EXCLUDE_NETWORKS,
                 f"annotation {names.EXCLUDE_NETWORKS} has no effect on {network_text(hole)}, which "
                 "is in no included network",
             )
+
+
+def _merged(networks: Sequence[Network]) -> list[Network]:
+    """Return as few networks as cover the same addresses."""
+    v4 = (one for one in networks if one.version == 4)
+    v6 = (one for one in networks if one.version == 6)
+    return [*ipaddress.collapse_addresses(v4), *ipaddress.collapse_addresses(v6)]
 
 
 def _masked(pod: Pod) -> Iterator[Note]:

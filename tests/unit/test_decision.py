@@ -359,7 +359,8 @@ def test_word_that_is_no_boolean_does_not_opt_out_and_is_told() -> None:
     found = decided(document(labels={names.INJECT: "no"}))
     assert found.captured
     assert found.warnings == (
-        "label sidecar.istio.io/inject is 'no', which does not count as 'false'",
+        "label sidecar.istio.io/inject is 'no', which does not count as 'false', "
+        "nor as 'true' to the injector",
     )
 
 
@@ -713,6 +714,17 @@ def test_101_host_network_is_never_captured_whatever_else_the_pod_says() -> None
             {names.INCLUDE_NETWORKS: "10.0.0.0/8", names.EXCLUDE_NETWORKS: "fd00::/8"},
             "no effect on fd00::/8",
         ),
+        (
+            {
+                names.INCLUDE_NETWORKS: "10.0.0.0/8",
+                names.EXCLUDE_NETWORKS: "10.0.0.0/9,10.128.0.0/9",
+            },
+            "outbound network 10.0.0.0/8 is included and excluded",
+        ),
+        ({names.EXCLUDE_NETWORKS: "0.0.0.0/1,::/0,128.0.0.0/1"}, "no outbound IPv4 traffic is"),
+        ({names.EXCLUDE_NETWORKS: "10.0.0.0/8,::/0"}, "no outbound IPv6 traffic is captured"),
+        ({names.EXCLUDE_INBOUND: "2-65535,1"}, "every inbound port is excluded"),
+        ({names.EXCLUDE_OUTBOUND: "1-65535"}, "every outbound port is excluded"),
         ({names.EXCLUDE_NETWORKS: "fd00::/8, 10.9.8.7/8"}, "'10.9.8.7/8' has bits set behind its"),
         (
             {names.INCLUDE_OUTBOUND: "80", names.EXCLUDE_OUTBOUND: "80"},

@@ -155,6 +155,20 @@ def test_members_of_lists_are_documents_with_lines_and_paths_of_their_own() -> N
     assert problem.path == f'items[1].metadata.annotations["{names.INCLUDE_INBOUND}"]'
 
 
+def test_members_of_a_list_of_one_kind_need_not_say_their_kind() -> None:
+    text = """
+        kind: PodList
+        items:
+        - metadata: {name: a, labels: {sidecar.istio.io/inject: "true"}}
+          spec: {containers: [{name: app, securityContext: {runAsUser: 1337}}]}  #!
+        - metadata: {name: b}
+    """
+    report = linted(text)
+    found = [(one.kind, one.name, one.captured) for one in report.documents]
+    assert found == [("Pod", "a", True), ("Pod", "b", False)]
+    assert lines(report) == marked(text)
+
+
 # --- annotations and labels ----------------------------------------------------------------------
 
 
@@ -265,6 +279,8 @@ def test_annotations_beside_metadata_are_told() -> None:
     [
         (f'labels: {{{names.EXCLUDE_INBOUND}: "80"}}', "only an annotation of that name has"),
         ('annotations: {sidecar.istio.io/inject: "true"}', "move it to metadata.labels"),
+        ('labels: {sidecar.istio.io/inject: "True"}', "the injector goes by 'true' alone"),
+        ('labels: {sidecar.istio.io/inject: "yes"}', "nor as 'true' to the injector"),
         ("annotations: {istio.io/dataplane-mode: ambient}", "only a label of that name has"),
         ("labels: {istio-injection: enabled}", "it is for namespaces"),
         (
