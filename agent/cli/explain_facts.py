@@ -27,6 +27,7 @@ from agent.formats import pod as manifests
 from agent.kernel import processes, resolvconf
 from agent.kernel.netns import Netns, node_reason, open_target
 from agent.kernel.topology import read_host
+from agent.model import ambient_pod
 from agent.model import annotations as names
 from agent.model.errors import AgentError, EnvironmentLacks, NamespaceRefused
 from agent.model.numbers import ENVOY_ADMIN_PORT
@@ -34,6 +35,7 @@ from agent.model.plan import plan
 from agent.model.pod import Pod
 from agent.model.settings import dump, parse
 from agent.model.state import NamespaceState
+from agent.model.values import SIDECAR
 from agent.model.wanted import Known
 from agent.proxy import ports
 from agent.proxy.admin import Admin
@@ -206,12 +208,14 @@ def _read_at_the_start(facts: Facts) -> Said | None:
 def _sources(facts: Facts, wanted: _Wanted) -> dict[str, str]:
     """Return where each setting stands that somebody gave."""
     said = _read_at_the_start(facts)
+    mode = str(wanted.raw.get("mode", SIDECAR))
     if said is None:
-        defaults = dump(parse({}))
+        defaults = dump(parse({"mode": mode}))
         given = {key: value for key, value in wanted.raw.items() if value != defaults.get(key)}
         return dict.fromkeys(given, wanted.origin)
     whom = Pod(namespace="", name="", labels=said.labels, annotations=said.annotations)
-    return {one.key: one.source for one in names.given(whom)}
+    of_pod = names.given if mode == SIDECAR else ambient_pod.given
+    return {one.key: one.source for one in of_pod(whom)}
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -221,7 +225,9 @@ def _command(target: str, raw: Mapping[str, object]) -> str:
     """Return the command that captures a namespace like this."""
     words = ["intercept-agent", "apply", "--netns", target]
     plain = {key: _text(value) for key, value in raw.items()}
-    default = {key: _text(value) for key, value in dump(parse({})).items()}
+    mode = plain.pop("mode", SIDECAR)
+    words += ["--mode", mode] if mode != SIDECAR else []
+    default = {key: _text(value) for key, value in dump(parse({"mode": mode})).items()}
     servers = [plain.pop(f"dns_servers_v{v}", "") for v in (4, 6)]
     guard = plain.pop("guard", "off")
     plain.pop("gate", None)  # a running agent's alone

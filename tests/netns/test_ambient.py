@@ -4,6 +4,7 @@ That rules and routes are the goldens' is shown in `test_ambient_conformance`, t
 while captures are exchanged in `test_replacement`, and while rules are altered in `test_guard`.
 """
 
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -233,6 +234,17 @@ def test_explain_knows_the_proxy_by_its_mark(lab: AmbientLab) -> None:
     assert not kinds & {"proxy-loop", "bypass-by-id", "stale-capture", "partial-capture"}
     exempt = {one["setting"]: one["values"] for one in document["exemptions"]}
     assert exempt["host_probe_snat_ip"] == [f"{PROBE[4]}/32"]
+
+
+def test_explain_names_the_command_that_puts_an_ambient_capture_right(netns: str) -> None:
+    raw = {**AMBIENT, "inbound_ports_include": "", "host_probe_snat_ip": "169.254.9.9"}
+    capture(netns, raw, "iptables-nft")
+    inside(netns, "iptables-nft", "-t", "nat", "-F", "ISTIO_OUTPUT")
+    findings = cli("explain", netns, "-o", "json").document["findings"]
+    (fix,) = (one["fix"] for one in findings if one["kind"] == "partial-capture")
+    assert "--mode ambient" in fix
+    assert cli(*shlex.split(fix)[1:]).code == 0
+    assert_in_sync(netns, raw, "iptables-nft")
 
 
 def found_of(name: str, reason: Reason) -> tuple[Finding, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from agent.explain.finding import Finding, Severity
 from agent.explain.pod.facts import Facts, PodFacts, Said
+from agent.model import ambient_pod
 from agent.model import annotations as names
 from agent.model.pod import PROXY
 from agent.model.values import shown
@@ -13,6 +14,8 @@ ASKING = frozenset(
     {
         *names.CAPTURE_NAMES,
         names.DATAPLANE_MODE,
+        *ambient_pod.SWITCHES,
+        ambient_pod.REDIRECTION,
         names.REVISION,
         names.TEMPLATES,
     }
