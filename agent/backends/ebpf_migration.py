@@ -1,10 +1,11 @@
 """From the programs of an older version, whose maps are laid out in another way, to this one's.
 
-The new programs and maps are made beside the old, and both are in force while the entries are
-carried over: whichever sees a connection first turns it, and the other leaves alone what goes to
-the proxy already. Then the old programs go, those last that know where connections were meant to
-go which are being made at that moment. A run that is killed on the way leaves both in force, and
-the next one goes on.
+The new programs and maps are made beside the old, and the entries are carried over. If what
+connections are remembered by is as before, one program after the other is exchanged. Else both sets
+are in force for a moment: whichever sees a connection first turns it, and the other leaves alone
+what goes to the proxy already. Then the old programs go, those last that know where connections
+were meant to go which are being made at that moment. A run that is killed on the way leaves every
+pod captured, and the next one goes on.
 """
 
 import contextlib
@@ -28,10 +29,12 @@ def migrate(layout: int) -> None:
     """
     shared = bpf_pins.load_beside()
     _carry_over(layout)
-    _replace(hook for hook in bpf_loader.HOOKS if hook not in LAST)
-    if not shared >= bpf_loader.OF_CONNECTIONS:
+    if shared >= bpf_loader.OF_CONNECTIONS:
+        _exchange(bpf_loader.HOOKS)
+    else:
+        _replace(hook for hook in bpf_loader.HOOKS if hook not in LAST)
         time.sleep(BEGINNING_S)
-    _replace(LAST)
+        _replace(LAST)
     if (bpf_pins.upcoming() / "adopt").exists():
         os.rename(bpf_pins.upcoming() / "adopt", bpf_pins.adopter())
     bpf_pins.swap_maps()
@@ -71,3 +74,14 @@ def _replace(hooks: Iterable[str]) -> None:
     """Let the new programs' pins take the place of the old ones, which end with that."""
     for hook in hooks:
         os.rename(bpf_pins.upcoming() / "links" / hook, bpf_pins.links() / hook)
+
+
+def _exchange(hooks: Iterable[str]) -> None:
+    """Put the new programs into the old links; those that are not in force are mended later."""
+    for hook in hooks:
+        with (
+            bpf.opened(bpf.get(bpf_pins.upcoming() / "links" / hook)) as program,
+            contextlib.suppress(OSError),
+            bpf.opened(bpf.get(bpf_pins.links() / hook)) as link,
+        ):
+            bpf.exchange(link, program)

@@ -30,9 +30,10 @@ def bring_up() -> None:
     Raises: StateUnreadable, KernelRejected, EnvironmentLacks.
     """
     about = bpf_pins.about()
-    if about is not None and about.layout not in (0, LAYOUT):
+    if about is not None:
         migrate_older(about)
-    elif about is None or any(faults(about)):
+        about = bpf_pins.about()
+    if about is None or any(faults(about)):
         bpf_pins.load()
     if bpf_pins.upcoming().exists():  # a migration was killed when all but this was done
         bpf_pins.clear(bpf_pins.upcoming())

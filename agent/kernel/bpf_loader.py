@@ -113,13 +113,21 @@ class Loader:
             return []
 
     def load(self) -> list[str]:
-        """Do it all; return the maps that are shared with another set of programs."""
+        """Do it all; return the maps that are shared with another set of programs.
+
+        Two programs must not write to one map of connections: the second finds a connection
+        turned and forgets it. So where these are shared, the new programs are pinned only, to be
+        exchanged for the old.
+        """
         for folder in ("maps", "links", "pods"):
             (self.pins / folder).mkdir(parents=True, exist_ok=True)
-        shared = self._share() if self.job["beside"] else []
+        shared = self._share() if self.job["beside"] else None
         with self._loaded("redirect.bpf.o", pinned=True) as programs, cgroup(self.job) as target:
             for name, kind in HOOKS.items():
-                self._hook(name, programs[name], target, kind)
+                if shared is not None and set(shared) >= OF_CONNECTIONS:
+                    self._keep(name, programs[name])
+                else:
+                    self._hook(name, programs[name], target, kind)
         # Without type information of the kernel this cannot be; a proxy that listens already when
         # its namespace is captured has then to listen again.
         with contextlib.suppress(OSError):
@@ -131,7 +139,7 @@ class Loader:
         done = self.bpf.bpf_map_update_elem(fd, ctypes.byref(key), value, 0)
         os.close(fd)
         checked(done, "about")
-        return shared
+        return shared or []
 
     def _share(self) -> list[str]:
         """Pin here, too, which maps of the other set fit."""
@@ -216,6 +224,13 @@ class Loader:
         checked(made, f"attach {name}")
         checked(self.bpf.bpf_obj_pin(made, path), f"pin {name}")
         os.close(made)
+
+    def _keep(self, name: str, program: int) -> None:
+        """Pin a program where its link would be."""
+        path = bytes(self.pins / "links" / name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        checked(self.bpf.bpf_obj_pin(self.bpf.bpf_program__fd(program), path), f"pin {name}")
 
     def _target(self, link: int) -> int:
         """Return the id of the cgroup that a link is attached to, 0 for none."""

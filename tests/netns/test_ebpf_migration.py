@@ -150,7 +150,11 @@ print(json.dumps([sum(right for right, _ in counts), [w for _, wrong in counts f
 """
 
 
-def test_the_proxy_learns_every_destination_throughout(older: Path) -> None:
+@pytest.mark.parametrize("kind", ["older", "alike"])
+def test_the_proxy_learns_every_destination_throughout(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    older = request.getfixturevalue(kind)
     pipe = subprocess.PIPE
     with free_pod("olderd") as pod, Netns.open(path_of(pod.name)) as opened:
         settings = parse(SETTINGS)
