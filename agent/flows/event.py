@@ -13,7 +13,7 @@ from agent.model.values import Address
 
 Endpoint = tuple[Address, int]
 
-EVENT = struct.Struct("=QQQIII16s16s16sHHHHBBBx16s")
+EVENT = struct.Struct("=QQQIIII16s16s16sHHHHBBB5x16s")
 LOST = struct.Struct("=Q")
 
 
@@ -44,7 +44,7 @@ class Event:
     Outbound, `asked` is where the process wanted to go and `went` where its first packet was sent
     to behind all translations, if it was `left` out at all. Inbound, `went` is the local end and
     `listening` the port of the socket that accepted it, 0 where that is not known. Ids and pid are
-    the node's, 0 inbound.
+    the node's, 0 inbound, and so is the socket's `mark`.
     """
 
     at_ns: int
@@ -53,6 +53,7 @@ class Event:
     pid: int
     uid: int
     gid: int
+    mark: int
     source: Endpoint
     asked: Endpoint
     went: Endpoint
@@ -91,7 +92,7 @@ def ready() -> bytes:
     return bytes(_KIND_AT) + bytes([Kind.READY]) + bytes(EVENT.size - _KIND_AT - 1)
 
 
-_KIND_AT = struct.calcsize("=QQQIII16s16s16sHHHH")
+_KIND_AT = struct.calcsize("=QQQIIII16s16s16sHHHH")
 
 
 def decode(record: bytes) -> Event | Lost | Ready:
@@ -101,7 +102,7 @@ def decode(record: bytes) -> Event | Lost | Ready:
         return Lost(LOST.unpack_from(record)[0])
     if kind is Kind.READY:
         return Ready()
-    at, took, netns, pid, uid, gid, *rest = EVENT.unpack(record)
+    at, took, netns, pid, uid, gid, mark, *rest = EVENT.unpack(record)
     source, asked, went, source_port, asked_port, went_port, listening, _, result, left, name = rest
     return Event(
         at_ns=at,
@@ -110,6 +111,7 @@ def decode(record: bytes) -> Event | Lost | Ready:
         pid=pid,
         uid=uid,
         gid=gid,
+        mark=mark,
         source=(_address(source), source_port),
         asked=(_address(asked), asked_port),
         went=(_address(went), went_port),

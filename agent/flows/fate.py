@@ -143,6 +143,8 @@ def _untouched(view: View, event: Event, packet: Packet, landed: Endpoint) -> Ju
 
 def _lack(view: View, settings: Settings, walked: Trace) -> tuple[str | None, str]:
     """Return the setting that leaves a packet alone where no rule does but the lack of one."""
+    if settings.ambient:
+        return "mode", ""
     packet = walked.packet
     if not walked.inbound and view.is_local(packet.destination):
         packet = replace(packet, out_interface=LOOPBACK)

@@ -29,16 +29,16 @@ struct address {
 struct event {
 	u64 at_ns, took_ns; /* CLOCK_MONOTONIC, and how long it took */
 	u64 netns;
-	u32 pid, uid, gid;
+	u32 pid, uid, gid, mark;
 	struct address source, asked, went; /* of an inbound one, `went` is the local end */
 	u16 source_port, asked_port, went_port;
 	u16 listening_port; /* of the socket that accepted an inbound one, 0 if that is not known */
 	u8 kind, result;
 	u8 left; /* the first packet was on its way out, to `went` */
-	u8 unused[1];
+	u8 unused[5];
 	char name[16];
 };
-_Static_assert(sizeof(struct event) == 112, "agent/flows/event.py unpacks this");
+_Static_assert(sizeof(struct event) == 120, "agent/flows/event.py unpacks this");
 
 /* As the eBPF backend has it (bpf/capture.h). */
 struct original {
@@ -133,6 +133,7 @@ static inline int begin(struct bpf_sock_addr *ctx, struct address *to)
 	ids = bpf_get_current_uid_gid();
 	e.uid = ids;
 	e.gid = ids >> 32;
+	e.mark = sk->mark;
 	e.asked = *to;
 	e.asked_port = bpf_ntohs(ctx->user_port);
 #ifdef DIALLED

@@ -116,6 +116,7 @@ class Space:
             source=source if event.left and source.version == to.version else None,
             uid=_inside(self._users, event.uid),
             gid=_inside(self._groups, event.gid),
+            mark=event.mark,
         )
 
     # --- the receiving end ------------------------------------------------------------------------

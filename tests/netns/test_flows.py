@@ -15,6 +15,7 @@ import pytest
 from agent.flows.watcher import PROGRAMS
 from agent.kernel import bpf, bpf_pins
 from agent.kernel.netns import Netns
+from agent.model.numbers import AMBIENT_MARK
 from agent.model.state import EBPF
 from tests.support.capturing import (
     BACKENDS,
@@ -210,6 +211,22 @@ def test_destination_that_conntrack_has_forgotten_is_not_made_up(pod: Lab) -> No
         os.kill(watcher, signal.SIGCONT)
         found = flows.next()
     assert (found["destination"], *what(found)) == (None, "proxied", 15006, None, "connected")
+
+
+def test_proxy_of_an_ambient_pod_is_known_by_its_mark(pod: Lab) -> None:
+    capture(pod.pod, {"mode": "ambient", "enable_ipv6": True}, "nftables")
+    marked = f"made.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, {AMBIENT_MARK:#x})"
+    with flowing(pod.pod) as flows:
+        for line in ("", marked):
+            code = (
+                f"import socket; made = socket.socket(); {line}\nmade.connect(('{PEER[4]}', 8000))"
+            )
+            inside(pod.pod, sys.executable, "-I", "-S", "-c", code)
+        found = [what(d) for d in flows.documents()]
+    assert found == [
+        ("proxied", 15001, None, "connected"),
+        ("exempt", None, "mode", "connected"),
+    ]
 
 
 @pytest.mark.parametrize("backend", ALL)

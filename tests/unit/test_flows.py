@@ -46,6 +46,7 @@ def connection(**changes: object) -> Event:
         "pid": 4,
         "uid": 1000,
         "gid": 1000,
+        "mark": 0,
         "source": (HERE, 40000),
         "asked": (THERE, 443),
         "went": (THERE, 443),
@@ -68,7 +69,7 @@ def encoded(found: Event) -> bytes:
         (ipaddress.ip_address(f"::ffff:{a}") if a.version == 4 else a).packed for a, _ in ends
     ]
     ports = [port for _, port in ends]
-    head = (found.at_ns, found.took_ns, found.netns, found.pid, found.uid, found.gid)
+    head = (found.at_ns, found.took_ns, found.netns, found.pid, found.uid, found.gid, found.mark)
     tail = (found.listening, found.kind, found.result, found.left, found.name.encode())
     return event.EVENT.pack(*head, *packed, *ports, *tail)
 
