@@ -63,6 +63,8 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.fixture(scope="module")
 def pod_without_proxy() -> Iterator[Lab]:
     with lab("gate", proxy=False) as made:
+        # Its link-local address is on trial for a second, and new to eBPF when that is over.
+        wait_for(lambda: "tentative" not in inside(made.pod, "ip", "addr"))
         yield made
 
 
