@@ -41,6 +41,8 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
     listeners = session.sockets.listeners("tcp")
     _adopt(session, cookie, port, listeners)
     ebpf_inbound.attach(session.netns, cookie)
+    if settings.passing and not ebpf_gate.passing(cookie):
+        ebpf_gate.open_anew(cookie)
     if settings.gate != "closed":
         ebpf_gate.close_if_listening(cookie, settings, listeners)
     if settings.passing or have is not None:

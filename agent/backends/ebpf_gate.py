@@ -4,12 +4,11 @@ The programs themselves see the proxy begin to listen, so nobody has to be there
 and nobody but a removal opens it again. A listener that was there before the programs is seen here.
 """
 
-import os
 import struct
 from collections.abc import Iterable
 
 from agent.formats.bpf_capture import COOKIE
-from agent.kernel import bpf, bpf_pins
+from agent.kernel import bpf, bpf_pins, cgroups
 from agent.kernel.sockets import KernelSocket
 from agent.model.errors import KernelRejected
 from agent.model.settings import Settings
@@ -30,7 +29,7 @@ def passing(cookie: int) -> tuple[str, ...]:
     with bpf_pins.open_map("passing") as groups:
         for key in _keys(groups, cookie):
             path = (groups.lookup(key) or b"").rstrip(b"\0").decode(errors="replace")
-            same = _id_of(path) == _GROUP.unpack(key)[1]
+            same = cgroups.identity(path) == _GROUP.unpack(key)[1]
             found.append(path if same else f"{path}?")
     return tuple(sorted(found))
 
@@ -43,6 +42,12 @@ def close_if_listening(cookie: int, settings: Settings, there: Iterable[KernelSo
             listened.update(COOKIE.pack(cookie), _YES)
 
 
+def open_anew(cookie: int) -> None:
+    """Forget who listened while nobody passed: whoever asks for this knows that it was no proxy."""
+    with bpf_pins.open_map("listened") as listened:
+        listened.delete(COOKIE.pack(cookie))
+
+
 def let_pass(cookie: int, paths: tuple[str, ...]) -> None:
     """Let the processes of exactly these cgroups pass.
 
@@ -50,10 +55,10 @@ def let_pass(cookie: int, paths: tuple[str, ...]) -> None:
     """
     wanted = {}
     for path in paths:
-        identity = _id_of(path)
-        if identity is None:
+        found = cgroups.identity(path)
+        if found is None:
             raise KernelRejected(f"eBPF: the cgroup {path} is not there")
-        wanted[_GROUP.pack(cookie, identity)] = path.encode()
+        wanted[_GROUP.pack(cookie, found)] = path.encode()
     with bpf_pins.open_map("passing") as groups:
         for key in _keys(groups, cookie):
             if key not in wanted:
@@ -64,12 +69,3 @@ def let_pass(cookie: int, paths: tuple[str, ...]) -> None:
 
 def _keys(groups: bpf.Map, cookie: int) -> list[bytes]:
     return [key for key in list(groups.keys()) if _GROUP.unpack(key)[0] == cookie]
-
-
-def _id_of(path: str) -> int | None:
-    """Return the id of a cgroup, which is its inode."""
-    root = bpf_pins.cgroup_root()
-    try:
-        return None if root is None else os.stat(root + path).st_ino
-    except OSError:
-        return None

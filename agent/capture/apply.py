@@ -11,7 +11,7 @@ from agent.backends.session import Session, writing
 from agent.capture import gate, record, transition
 from agent.capture.observe import hidden, observe
 from agent.capture.transition import BeforeStep, no_hook
-from agent.kernel import routing
+from agent.kernel import cgroups, routing
 from agent.kernel.adoption import adopt
 from agent.kernel.netns import Netns
 from agent.model.errors import ConnectionsAtRisk, EnvironmentLacks, StateUnreadable
@@ -169,6 +169,8 @@ def _with_gate(
     listeners = {found.local[1] for found in session.sockets.listeners("tcp")}
     ahead = {settings.proxy_port, settings.inbound_capture_port}
     found = record.load(session.netns)
+    there = tuple(one for one in settings.init_cgroups if cgroups.identity(one) is not None)
+    settings = replace(settings, init_cgroups=there)
     return gate.settled(settings, have, found, backend, listening=bool(listeners & ahead))
 
 

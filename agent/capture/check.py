@@ -38,7 +38,7 @@ class Report:
     """The outcome of a check. `foreign` holds sentences on others' rules that run before ours.
 
     `guarded` says that a standing guard is there and whole: nothing gets past the proxy, whatever
-    else differs.
+    else differs. `passing` says that some processes are to, until it listens.
     """
 
     backend: str
@@ -47,6 +47,7 @@ class Report:
     warnings: tuple[str, ...]
     guarded: bool = False
     bare: bool = False  # there is no capture, and none was recorded
+    passing: bool = False
 
     @property
     def in_sync(self) -> bool:
@@ -83,6 +84,7 @@ def compare(
         differences=found,
         foreign=foreign_ahead(have, wanted, name),
         warnings=(*have.unreadable, *settings.warnings(), *chosen.passed_over),
+        passing=bool(settings.passing),
         guarded=name != EBPF and bool(wanted.guard) and not any(each.is_of_guard for each in found),
     )
 

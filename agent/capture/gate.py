@@ -18,7 +18,7 @@ KEYS = ("gate", "init_cgroups")
 def stands(have: NamespaceState, found: Record | None) -> str | None:
     """Return the gate as it stands, None where nothing was captured yet."""
     enrolled = have.enrolment
-    if enrolled is not None and enrolled.listened:
+    if enrolled is not None and enrolled.shut:
         return CLOSED
     if enrolled is not None and enrolled.settings is not None:
         return enrolled.settings.gate

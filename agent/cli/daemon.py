@@ -38,6 +38,7 @@ from agent.node.config import Config, Listen, load
 from agent.node.events import Events
 from agent.node.explanation import explain
 from agent.node.feed import Feed
+from agent.node.init_watch import InitWatch
 from agent.node.kube.around import Around
 from agent.node.leftover_watch import LeftoverWatch
 from agent.node.memory import Memory
@@ -89,11 +90,12 @@ class Daemon:
             self._reconciler,
             Memory(config.state_dir),
             _policy(config),
-            changed=self._count,
+            changed=self._pods_changed,
             turned=self._leftovers.look_at,
             tell=self._events.add,
         )
         self._sweeper = Sweeper(self._worker, partial(self._reconciler.look_again, EBPF))
+        self._inits = InitWatch(self._reconciler, lambda: self._config.cri_endpoint)
         self._parts = Parts(self._start)
         self._api = ApiServer(self._parts, self._roster, self._reconciler)
         self._ears = Ears(self._hear, self._hear_cni, self._around, self._api.ahead)
@@ -197,6 +199,7 @@ class Daemon:
                 self._start(self._leftovers.run())
                 self._start(self._sweeper.run())
                 self._start(self._manager.run())
+                self._start(self._inits.run())
                 log.info("started", extra={"socket": str(self._config.socket)})
                 await self._ended.wait()
                 self._manager.ending()
@@ -240,6 +243,7 @@ class Daemon:
         if (before.state_dir, before.worker) != (now.state_dir, now.worker):
             await self._worker.renew(now.state_dir, now.worker)
         self._reconciler.configure(**_how(now))
+        self._inits.look()
         if _policy(before) != _policy(now):
             self._roster.decide_again(_policy(now))
 
@@ -274,6 +278,10 @@ class Daemon:
             poke = getattr(source, "poke", None)
             if poke is not None:
                 poke()
+
+    def _pods_changed(self) -> None:
+        self._count()
+        self._inits.look()
 
     def _count(self) -> None:
         counts = Counter((p.state, p.backend or "none") for p in self._reconciler.pods.values())

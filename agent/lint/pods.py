@@ -8,8 +8,7 @@ from agent.lint.metadata import native_sidecar
 from agent.model import annotations as names
 from agent.model.note import Note
 from agent.model.numbers import PROXY_PORTS
-from agent.model.pod import PROXY, Container, Pod
-from agent.model.remarks import MESH_CONTAINERS
+from agent.model.pod import MESH_CONTAINERS, PROXY, Container, Pod
 from agent.model.settings import Settings
 from agent.model.values import FALSE_WORDS, MAX_PORT, shown
 

@@ -15,7 +15,7 @@ from agent.model import istio_names
 from agent.model.errors import InvalidSettings
 from agent.model.note import Note, Place
 from agent.model.numbers import PROXY_ID
-from agent.model.pod import PROXY, Container, Pod, parsable
+from agent.model.pod import MESH_CONTAINERS, PROXY, Container, Pod, parsable
 from agent.model.settings import parse
 from agent.model.values import (
     FALSE_WORDS,
@@ -275,15 +275,32 @@ def injected_names(status: str) -> frozenset[str] | None:
 
     The annotation may hold anything: only its presence means something to Istio.
     """
+    lists = [_injected(status, key) for key in ("initContainers", "containers")]
+    found = [one for one in lists if one is not None]
+    return frozenset().union(*found) if found else None
+
+
+def _injected(status: str, key: str) -> frozenset[str] | None:
     try:
         document = json.loads(status)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(document, dict):
+    found = document.get(key) if isinstance(document, dict) else None
+    if not isinstance(found, list):
         return None
-    lists = [document.get(key) for key in ("initContainers", "containers")]
-    if not any(isinstance(one, list) for one in lists):
-        return None
-    return frozenset(
-        name for one in lists if isinstance(one, list) for name in one if isinstance(name, str)
-    )
+    return frozenset(name for name in found if isinstance(name, str))
+
+
+def init_names(pod: Pod) -> tuple[str, ...]:
+    """Return the init containers that are known, but for the mesh's own.
+
+    Where the pod's containers are not known, those that the injector added are. One of Istio's own
+    tries the capture, and so must not be let past it.
+    """
+    if pod.containers is not None:
+        found = frozenset(one.name for one in pod.containers if one.init)
+    else:
+        status = pod.annotation(STATUS) or ""
+        others = _injected(status, "containers") or frozenset()
+        found = (_injected(status, "initContainers") or frozenset()) - others
+    return tuple(sorted(found - MESH_CONTAINERS))

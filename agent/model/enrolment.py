@@ -62,6 +62,17 @@ class Enrolment:
         return tuple(fault for fault in self.faults if not fault.endswith(OTHER_VERSION))
 
     @property
+    def shut(self) -> bool:
+        """Whether the gate is closed for good.
+
+        While a gate for some lets nobody pass, the first to listen may be no proxy: a container of
+        Istio's tries the capture so, before all others.
+        """
+        told = self.settings
+        nobody = told is not None and told.gate == "listener" and not told.init_cgroups
+        return self.listened and not nobody
+
+    @property
     def in_force(self) -> Settings | None:
         """What the programs go by now: with the gate closed once the proxy has listened."""
         if self.settings is None or not self.listened:

@@ -14,6 +14,8 @@ from agent.model.values import AMBIENT
 
 PROXY = "istio-proxy"
 INIT = "istio-init"
+# The mesh's own containers run as the proxy's user on purpose.
+MESH_CONTAINERS = frozenset({PROXY, INIT, "istio-validation", "enable-core-dump"})
 AUTO = "auto"
 
 

@@ -10,7 +10,7 @@ from agent.model import values
 from agent.model.istio_names import BY_PREFIX
 from agent.model.note import Note
 from agent.model.numbers import PROXY_ID
-from agent.model.pod import INIT, PROXY, Container, Pod, parsable
+from agent.model.pod import MESH_CONTAINERS, PROXY, Container, Pod, parsable
 from agent.model.settings import Settings, parse
 from agent.model.values import (
     FALSE_WORDS,
@@ -29,8 +29,6 @@ MAX_COMPARED = 100
 MAX_NETWORKS = 100
 CLOSE = 0.8
 
-# The mesh's own containers run as the proxy's user on purpose.
-MESH_CONTAINERS = frozenset({PROXY, INIT, "istio-validation", "enable-core-dump"})
 POWERS = frozenset({"ALL", "NET_ADMIN", "SYS_ADMIN"})
 AMBIENT = ("ambient.istio.io/bypass-inbound-capture", "ambient.istio.io/dns-capture")
 

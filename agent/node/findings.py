@@ -17,6 +17,7 @@ class Findings:
     warnings: tuple[str, ...]
     guarded: bool  # whether the standing guard is whole: nothing gets past the proxy
     bare: bool  # whether there never was a capture
+    passing: bool  # whether some processes pass until the proxy listens
 
     @classmethod
     def of(cls, found: Mapping[str, object]) -> "Findings":
@@ -27,6 +28,7 @@ class Findings:
             in_sync=bool(found["in_sync"]),
             guarded=bool(found["guarded"]),
             bare=bool(found.get("bare")),
+            passing=bool(found.get("passing")),
             **lines,
         )
 

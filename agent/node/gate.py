@@ -5,6 +5,7 @@ for with its gate closed, in whose record the worker then finds it.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Self
 
 from agent.node.news import News
 
@@ -21,62 +22,101 @@ Ask = Callable[[int], Awaitable[Mapping[str, object]]]
 
 
 class Gate:
-    """For one event loop. `wake` is called when there is something to do."""
+    """For one event loop. `wake` is called when there is something to do.
+
+    What is known of one sandbox counts for no other.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
         self._news = News(wake)
+        self._about = ""
         self._stands = ""
-        self._shut = ""  # the sandbox whose gate was closed for good
-        self._passing: tuple[str, tuple[str, ...]] = ("", ())  # of which sandbox, and which cgroups
+        self._shut = False  # found to be closed for good
+        self._settled = False  # and so loaded
+        self._told: tuple[str, ...] | None = None  # whom the gate `listener` is to let pass
+        self._passing: tuple[str, ...] = ()
+        self._loaded: tuple[str, ...] | None = None
+        self._asked: Mapping[str, object] = {}
 
-    def settings(self, wished: str, sandbox: str) -> dict[str, object]:
+    def of(self, sandbox: str) -> Self:
+        """Go by this sandbox from now on."""
+        if sandbox != self._about:
+            self._about, self._stands = sandbox, ""
+            self._shut = self._settled = False
+            self._told, self._passing, self._loaded = None, (), None
+        return self
+
+    # --- who passes -------------------------------------------------------------------------------
+
+    def let_pass(self, cgroups: tuple[str, ...]) -> None:
+        """Take note of the cgroups whose processes pass the gate `listener`."""
+        if cgroups != self._told:
+            self._told = self._passing = cgroups
+            self._wake()
+
+    def refuse(self) -> bool:
+        """Let nobody pass of those of whom it was told last; tell whether there were any."""
+        had, self._passing = self._passing, ()
+        return bool(had)
+
+    def settings(self, wished: str) -> Mapping[str, object]:
         """Return what to ask for where this gate is wished."""
-        if wished == CLOSED or self._news.told_of(sandbox):
-            return {"gate": CLOSED}
-        return {"gate": wished, "init_cgroups": list(self._cgroups(sandbox))}
+        if wished == CLOSED or self._shut or self._listened:
+            self._asked = {"gate": CLOSED, "init_cgroups": ()}
+        else:
+            self._asked = {"gate": wished, "init_cgroups": self._passing}
+        return self._asked
 
-    def _cgroups(self, sandbox: str) -> tuple[str, ...]:
-        about, cgroups = self._passing
-        return cgroups if about == sandbox else ()
+    def due(self, wished: str) -> bool:
+        """Whether what is loaded is not what it should be by what was heard since."""
+        if self._shut or self._listened:
+            return wished != CLOSED and not self._settled
+        told = wished == LISTENER and self._told is not None
+        return told and self._passing != self._loaded
 
-    def let_pass(self, sandbox: str, cgroups: tuple[str, ...]) -> bool:
-        """Take note of whom a gate of that kind lets pass; tell whether that is news."""
-        news = self._cgroups(sandbox) != cgroups
-        self._passing = (sandbox, cgroups)
-        return news
+    def loaded(self) -> None:
+        """Take note that what `settings` returned last is loaded."""
+        self._loaded = self._passing if self._asked["init_cgroups"] else ()
+        self._settled = self._asked["gate"] == CLOSED
+        if self._listened:
+            self.shut()
 
-    def matters(self, wished: str, sandbox: str) -> bool:
+    # --- the proxy --------------------------------------------------------------------------------
+
+    @property
+    def _listened(self) -> bool:
+        return self._news.told_of(self._about)
+
+    def matters(self, wished: str) -> bool:
         """Whether anything changes once the proxy listens."""
-        waits = wished == OPEN or (wished == LISTENER and bool(self._cgroups(sandbox)))
-        return waits and self._shut != sandbox and not self._news.told_of(sandbox)
+        waits = wished == OPEN or (wished == LISTENER and bool(self._passing))
+        return waits and not self._shut and not self._listened
 
-    def is_followed(self, sandbox: str) -> bool:
-        return self._news.are_about(sandbox)
+    @property
+    def is_followed(self) -> bool:
+        return self._news.are_about(self._about)
 
-    async def follow(self, ask: Ask, sandbox: str) -> None:
+    async def follow(self, ask: Ask) -> None:
         """Find out how it stands, and hear of the proxy from now on unless it is closed."""
-        answer = await self._news.follow(ask, sandbox)
+        answer = await self._news.follow(ask, self._about)
         self._stands = str(answer["gate"])
         if self._stands == CLOSED:
-            self.shut(sandbox)
+            self.shut()
 
     @property
     def is_open(self) -> bool:
         """Whether nothing is captured, and nothing should be yet."""
         return self._stands == OPEN
 
-    def falls(self, sandbox: str) -> bool:
-        """Whether the proxy has listened, and what is loaded is yet to be closed."""
-        return self._news.told_of(sandbox) and self._shut != sandbox
-
-    def shut(self, sandbox: str) -> None:
+    def shut(self) -> None:
         """Take note that it is closed for good."""
-        self._shut, self._stands = sandbox, CLOSED
+        self._shut, self._stands, self._passing = True, CLOSED, ()
         self._news.close()
 
-    def text(self, wished: str, sandbox: str) -> str:
+    def text(self, wished: str) -> str:
         """Say who passes, or nothing."""
-        some = self.matters(wished, sandbox) and self._stands in (ARMED, OPEN)
+        some = self.matters(wished) and self._stands in (ARMED, OPEN)
         return SAID[wished] if some else ""
 
     def close(self) -> None:

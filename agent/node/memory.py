@@ -5,10 +5,10 @@ it cannot, or not yet. A file that is lost or damaged, or whose namespace is gon
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
-from dataclasses import asdict
 from pathlib import Path
 
 from agent.kernel.files import replace
@@ -30,7 +30,7 @@ class Memory:
     def keep(self, wish: Wish) -> None:
         """Remember a pod. That it cannot be written is logged: the pod itself is captured."""
         identity = identity_of(wish.netns) if wish.netns else None
-        document = {"identity": identity, "wish": asdict(wish)}
+        document = {"identity": identity, "wish": dataclasses.asdict(wish)}
         try:
             replace(self._path(wish.key), json.dumps(document, default=dict).encode())
         except AgentError as error:
@@ -60,6 +60,7 @@ def _read(path: Path) -> Wish | None:
     try:
         document = json.loads(path.read_bytes())
         wish = Wish(**document["wish"])
+        wish = dataclasses.replace(wish, init_names=tuple(wish.init_names))
         there = identity_of(str(wish.netns))
         return wish if there is not None and there == document["identity"] else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -20,6 +20,7 @@ class Wish:
     `reason` is a short code, `text` the sentence behind it. `sandbox_id` names the namespace for
     good: under another one, nothing that was done before counts. `network` is the name of the CNI
     network that the plugin was called for, or nothing where it was not the plugin that told.
+    `init_names` are its init containers, as far as they are known.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Wish:
     text: str
     source: str
     network: str = ""
+    init_names: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:

@@ -20,6 +20,7 @@ from agent.model.errors import AgentError, ConnectionsAtRisk
 from agent.node.events import Events
 from agent.node.feed import Change
 from agent.node.findings import Findings
+from agent.node.gate import OPEN
 from agent.node.pod import FIRST_PAUSE_S, SETTLE_S, Pod, Wish
 from agent.node.worker_client import JobFailed
 from agent.node.worker_process import WorkerGone
@@ -129,6 +130,16 @@ class Reconciler:
                 self._meter.removed("done", "pod-gone")
         await self._stop(key)
 
+    def let_pass(self, sandbox: str, cgroups: tuple[str, ...]) -> None:
+        """Let the processes of these cgroups pass in a pod whose gate is `listener`."""
+        for pod in self.pods.values():
+            if pod.wish.sandbox_id == sandbox and pod.wish.settings is not None:
+                pod.gate.of(sandbox).let_pass(cgroups)
+
+    def gate_of(self, wish: Wish) -> str:
+        """Return which gate a pod is to have."""
+        return str(self.with_defaults(wish.settings or {})["gate"])
+
     async def close(self) -> None:
         """Stop keeping all pods; every capture stays in place."""
         for key in list(self.pods):
@@ -185,7 +196,7 @@ class Reconciler:
                 # Not wait_for: Python 3.11's takes no notice of a cancel that comes as it ends.
                 async with asyncio.timeout(self._spread(pause_s)):
                     await pod.wake.wait()
-                if pod.enrolled and not pod.gate.falls(pod.wish.sandbox_id):
+                if pod.enrolled and not pod.gate.due(self.gate_of(pod.wish)):
                     await asyncio.sleep(pod.settle_s)
 
     async def _once(self, pod: Pod) -> float:
@@ -210,7 +221,8 @@ class Reconciler:
         wish = pod.wish
         if not pod.changes.are_about(wish.sandbox_id):
             await pod.changes.follow(partial(self._job, pod, wish, "watch"), wish.sandbox_id)
-        if pod.gate.falls(wish.sandbox_id):
+        gate, wished = pod.gate.of(wish.sandbox_id), self.gate_of(wish)
+        if gate.due(wished):
             await self._apply(pod)
         asked_s = time.monotonic()
         found = Findings.of(await self._job(pod, wish, "check"))
@@ -220,12 +232,14 @@ class Reconciler:
         if found.in_sync:
             pod.state, pod.enrolled = "in-sync", True
             pod.whole_s, pod.told_s = asked_s, None
-            if self._gated(pod, wish) and not pod.gate.is_followed(wish.sandbox_id):
-                await pod.gate.follow(partial(self._job, pod, wish, "gate"), wish.sandbox_id)
-            pod.detail = pod.gate.text(self._wished_gate(wish), wish.sandbox_id)
+            if (gate.matters(wished) or found.passing) and not gate.is_followed:
+                await gate.follow(partial(self._job, pod, wish, "gate"))
+            if gate.due(wished):
+                await self._apply(pod)
+            self._say(pod, gate.text(wished))
             return
         drifted = pod.enrolled
-        if self._mode != "repair" and pod.gate.is_open:
+        if self._mode != "repair" and gate.is_open:
             return  # nothing is there yet, and nothing should be
         if self._mode != "repair":
             self._drifted(pod, found.text, "found")
@@ -274,15 +288,12 @@ class Reconciler:
         wish = pod.wish
         if wish.settings is None:
             return None  # said meanwhile: what is there stays
-        if not pod.enrolled and await self._may_pass(pod, wish):
+        if await self._may_pass(pod, wish):
             return None
-        falls = pod.gate.falls(wish.sandbox_id)
-        done = await self._job(pod, wish, "apply", careful=careful)
+        done = await self._applied(pod, wish, careful=careful)
         pod.backend = str(done["backend"])
-        if falls:
-            pod.gate.shut(wish.sandbox_id)
         pod.state, pod.failures = "in-sync", 0
-        pod.detail = pod.gate.text(self._wished_gate(wish), wish.sandbox_id)
+        self._say(pod, pod.gate.text(self.gate_of(wish)))
         pod.pause_s, pod.whole_s, pod.told_s = FIRST_PAUSE_S, time.monotonic(), None
         if done["changed"]:
             self._meter.applied(float(str(done["duration_ms"])) / 1000)
@@ -295,21 +306,33 @@ class Reconciler:
 
     async def _may_pass(self, pod: Pod, wish: Wish) -> bool:
         """Whether the gate is open, so that there is nothing to do until the proxy listens."""
-        if not self._gated(pod, wish):
+        gate, wished = pod.gate.of(wish.sandbox_id), self.gate_of(wish)
+        if wished != OPEN or not gate.matters(wished) or (pod.enrolled and gate.is_followed):
             return False
-        await pod.gate.follow(partial(self._job, pod, wish, "gate"), wish.sandbox_id)
-        said = pod.gate.text(self._wished_gate(wish), wish.sandbox_id)
-        if said and pod.detail != said:
-            self._events.add("gate-open", wish.label, said)
-        pod.state, pod.detail = "repairing", said
-        return pod.gate.is_open
+        await gate.follow(partial(self._job, pod, wish, "gate"))
+        if gate.is_open:
+            pod.state = "repairing"
+        self._say(pod, gate.text(wished))
+        return gate.is_open
 
-    def _gated(self, pod: Pod, wish: Wish) -> bool:
-        """Whether anything would change for the pod once its proxy listens."""
-        return pod.gate.matters(self._wished_gate(wish), wish.sandbox_id)
+    def _say(self, pod: Pod, gate: str) -> None:
+        """Show who passes the gate, and tell of it when that begins."""
+        if gate and pod.detail != gate:
+            self._events.add("gate-open", pod.wish.label, gate)
+        pod.detail = gate
 
-    def _wished_gate(self, wish: Wish) -> str:
-        return str(self.with_defaults(wish.settings or {})["gate"])
+    async def _applied(self, pod: Pod, wish: Wish, *, careful: bool) -> Mapping[str, object]:
+        """Write; where it is for those who may pass that it cannot be done, without them."""
+        try:
+            done = await self._job(pod, wish, "apply", careful=careful)
+        except AgentError as error:
+            if isinstance(error, WorkerGone) or not pod.gate.refuse():
+                raise
+            waits = f"its init containers wait for the proxy (gate: listener): {error}"
+            self._events.add("gate-refused", wish.label, waits)
+            done = await self._job(pod, wish, "apply", careful=careful)
+        pod.gate.loaded()
+        return done
 
     async def _job(
         self, pod: Pod, wish: Wish, job: str, *pipe: int, **more: bool
@@ -338,7 +361,7 @@ class Reconciler:
     async def _ask(
         self, pod: Pod, wish: Wish, job: str, *fds: int, **more: bool
     ) -> Mapping[str, object]:
-        gate = pod.gate.settings(self._wished_gate(wish), wish.sandbox_id)
+        gate = pod.gate.of(wish.sandbox_id).settings(self.gate_of(wish))
         settings = {**self.with_defaults(wish.settings or {}), **gate}
         return await self._jobs.job(
             job, *fds, settings=settings, backend=self._backend, name=wish.netns, **more

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from agent.model.annotations import init_names
 from agent.model.decision import Decision, Reason, decide
 from agent.model.pod import Pod as ModelPod
 from agent.model.pod import Policy
@@ -244,6 +245,7 @@ def model_of(record: PodRecord) -> ModelPod:
 def wish_for(source: str, record: PodRecord, policy: Policy, facts: Facts) -> Wish:
     """Return what a pod's namespace should be, and why."""
     decision = decision_for(record, policy, facts)
+    pod = with_facts(model_of(record), facts)
     if decision is None:
         settings, reason = record.settings, STATIC
         text = "it is named in the configuration"
@@ -262,6 +264,7 @@ def wish_for(source: str, record: PodRecord, policy: Policy, facts: Facts) -> Wi
         text=text,
         source=source,
         network=record.network,
+        init_names=init_names(pod) if settings is not None else (),
     )
 
 

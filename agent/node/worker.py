@@ -73,6 +73,7 @@ def _check(netns: Netns, request: Mapping[str, Any]) -> dict[str, object]:
         "in_sync": report.in_sync,
         "guarded": report.guarded,
         "bare": report.bare,
+        "passing": report.passing,
         "differences": [difference.line() for difference in report.differences],
         "foreign": list(report.foreign),
         "warnings": list(report.warnings),

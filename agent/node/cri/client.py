@@ -293,7 +293,7 @@ class CriClient:
     # --- containers, events -----------------------------------------------------------------------
 
     async def containers(self, sandbox_id: str) -> tuple[Container, ...]:
-        """Return the containers of a sandbox, oldest first, with the processes of running ones.
+        """Return the containers of a sandbox, oldest first, and what is told of those not ended.
 
         Raises: CriError.
         """
@@ -305,17 +305,26 @@ class CriClient:
         )
         # A filter that a server ignores must not make another pod's containers this one's.
         items = [item for item in answer.containers if item.pod_sandbox_id == sandbox_id]
-        found = [details.container(item, await self._running(item)) for item in items]
+        found = [details.container(item, await self._living(item)) for item in items]
         return tuple(sorted(found, key=lambda container: (container.created_at_ns, container.id)))
 
-    async def _running(self, item: api_pb2.Container) -> api_pb2.ContainerStatusResponse | None:
-        if item.state != api_pb2.CONTAINER_RUNNING:
+    async def _living(self, item: api_pb2.Container) -> api_pb2.ContainerStatusResponse | None:
+        if item.state not in (api_pb2.CONTAINER_CREATED, api_pb2.CONTAINER_RUNNING):
             return None
         request = api_pb2.ContainerStatusRequest(container_id=item.id, verbose=True)
         try:
             return await self._ask("ContainerStatus", request, api_pb2.ContainerStatusResponse)
         except (CriRefused, CriUnsupported):
             return None
+
+    async def cgroup(self, sandbox_id: str) -> str | None:
+        """Return where the cgroup of a sandbox itself is, None if the runtime does not tell.
+
+        Raises: CriMissing if there is no such sandbox, or not yet; CriError.
+        """
+        request = api_pb2.PodSandboxStatusRequest(pod_sandbox_id=sandbox_id, verbose=True)
+        answer = await self._ask("PodSandboxStatus", request, api_pb2.PodSandboxStatusResponse)
+        return details.verbose(answer.info).cgroup
 
     async def conditions(self) -> dict[str, str]:
         """Return what the runtime says it lacks, by condition ("NetworkReady"), or nothing.

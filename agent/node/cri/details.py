@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from agent.model.values import Address
+from agent.model.values import Address, BadValue, cgroups
 from agent.node.cri import api_pb2
 
 
@@ -50,7 +50,10 @@ class Sandbox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """One container of a sandbox. `pid` is known only while it runs."""
+    """One container of a sandbox. `pid` is known only while it runs.
+
+    `cgroup` is where its cgroup is or will be, from the root of cgroup2 on, until it has ended.
+    """
 
     id: str
     sandbox_id: str
@@ -61,6 +64,7 @@ class Container:
     labels: Mapping[str, str] = field(default_factory=dict)
     pid: int | None = None
     netns_path: str | None = None
+    cgroup: str | None = None
 
 
 # --- the runtime's own JSON -----------------------------------------------------------------------
@@ -73,6 +77,7 @@ class _Namespace(msgspec.Struct):
 
 class _Linux(msgspec.Struct):
     namespaces: list[_Namespace] | None = None
+    cgroup: str = msgspec.field(default="", name="cgroupsPath")
 
 
 class _Spec(msgspec.Struct):
@@ -93,6 +98,7 @@ class Verbose:
     closed: bool = False
     netns_path: str | None = None
     shares_host: bool | None = None
+    cgroup: str | None = None
 
 
 def verbose(info: Mapping[str, str]) -> Verbose:
@@ -101,11 +107,32 @@ def verbose(info: Mapping[str, str]) -> Verbose:
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
         found = msgspec.json.decode(info.get("info", "{}"), type=_Verbose)
     pid = found.pid if found.pid > 0 else None
-    namespaces = found.spec and found.spec.linux and found.spec.linux.namespaces
-    if not namespaces:  # CRI-O says {} where it has no pause process, before 1.24
-        return Verbose(pid, found.closed)
-    paths = [space.path for space in namespaces if space.type == "network"]
-    return Verbose(pid, found.closed, _usable(paths[0]) if paths else None, not paths)
+    linux = found.spec.linux if found.spec else None
+    cgroup = cgroup_of(linux.cgroup) if linux else None
+    # CRI-O says {} where it has no pause process, before 1.24.
+    if not linux or not linux.namespaces:
+        return Verbose(pid, found.closed, cgroup=cgroup)
+    paths = [space.path for space in linux.namespaces if space.type == "network"]
+    path = _usable(paths[0]) if paths else None
+    return Verbose(pid, found.closed, path, not paths, cgroup)
+
+
+def cgroup_of(text: str) -> str | None:
+    """Return the path that a runtime makes of `cgroupsPath`; None if it is not one to be sure of.
+
+    It is a path already, or, where systemd makes the cgroups, `SLICE:PREFIX:NAME`. A slice's name
+    has those above it in it: a-b.slice is in a.slice.
+    """
+    above, colon, name = text.partition(":")
+    if colon:
+        words = above.removesuffix(".slice").split("-")
+        slices = ["-".join(words[: count + 1]) + ".slice" for count in range(len(words))]
+        text = "/" + "/".join((*slices, f"{name.replace(':', '-')}.scope"))
+    try:
+        (found,) = cgroups(text)
+    except (BadValue, ValueError):
+        return None
+    return found
 
 
 def _usable(path: str) -> str | None:
@@ -164,8 +191,9 @@ def addresses(texts: Iterable[str]) -> tuple[Address, ...]:
 def container(item: api_pb2.Container, answer: api_pb2.ContainerStatusResponse | None) -> Container:
     """Return one container; `answer` is its verbose status if it runs."""
     running = item.state == api_pb2.CONTAINER_RUNNING
-    said = verbose(answer.info) if answer is not None and running else Verbose()
-    shown = f"/proc/{said.pid}/ns/net" if said.pid and not said.shares_host else None
+    said = verbose(answer.info) if answer is not None else Verbose()
+    pid = said.pid if running else None
+    shown = f"/proc/{pid}/ns/net" if pid and not said.shares_host else None
     return Container(
         id=item.id,
         sandbox_id=item.pod_sandbox_id,
@@ -174,6 +202,7 @@ def container(item: api_pb2.Container, answer: api_pb2.ContainerStatusResponse |
         running=running,
         created_at_ns=item.created_at,
         labels=dict(item.labels),
-        pid=said.pid,
-        netns_path=said.netns_path or shown,
+        pid=pid,
+        netns_path=(said.netns_path or shown) if running else None,
+        cgroup=said.cgroup,
     )
