@@ -37,7 +37,7 @@ class Gate:
         self._told: tuple[str, ...] | None = None  # whom the gate `listener` is to let pass
         self._passing: tuple[str, ...] = ()
         self._loaded: tuple[str, ...] | None = None
-        self._asked: Mapping[str, object] = {}
+        self._asked: tuple[str, tuple[str, ...]] = ("", ())
 
     def of(self, sandbox: str) -> Self:
         """Go by this sandbox from now on."""
@@ -62,11 +62,9 @@ class Gate:
 
     def settings(self, wished: str) -> Mapping[str, object]:
         """Return what to ask for where this gate is wished."""
-        if wished == CLOSED or self._shut or self._listened:
-            self._asked = {"gate": CLOSED, "init_cgroups": ()}
-        else:
-            self._asked = {"gate": wished, "init_cgroups": self._passing}
-        return self._asked
+        closed = wished == CLOSED or self._shut or self._listened
+        self._asked = (CLOSED, ()) if closed else (wished, self._passing)
+        return dict(zip(("gate", "init_cgroups"), self._asked, strict=True))
 
     def due(self, wished: str) -> bool:
         """Whether what is loaded is not what it should be by what was heard since."""
@@ -77,8 +75,8 @@ class Gate:
 
     def loaded(self) -> None:
         """Take note that what `settings` returned last is loaded."""
-        self._loaded = self._passing if self._asked["init_cgroups"] else ()
-        self._settled = self._asked["gate"] == CLOSED
+        gate, self._loaded = self._asked
+        self._settled = gate == CLOSED
         if self._listened:
             self.shut()
 
