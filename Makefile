@@ -18,11 +18,15 @@ PACKAGES := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc
 	python3-dev gcc libc6-dev \
 	musl-tools bind9-dnsutils chromium-headless-shell
 
+# What an installed agent needs, and what it takes to install one.
+INSTALLED := iptables ipset nftables libnftables1 libxtables12 libip4tc2 libip6tc2 libbpf1 iproute2 \
+	conntrack python3 python3-venv python3-dev gcc libc6-dev clang
+
 LOCKS := requirements-build.lock requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-containerd check fmt bench cni-static install install-units kernel soak fuzz
-.PHONY: lock proto clean system
+.PHONY: help run test test-containerd check fmt bench cni-static install install-units image
+.PHONY: manifests kernel soak fuzz lock proto clean system
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -64,6 +68,7 @@ PREFIX ?= /opt/intercept-agent
 SYSCONFDIR ?= /etc
 UNITDIR ?= /etc/systemd/system
 HOME_BIN = $(DESTDIR)$(PREFIX)/bin
+install: PACKAGES := $(INSTALLED)
 
 install: install-units | system ## install on this host, with PREFIX, SYSCONFDIR, UNITDIR and DESTDIR (root)
 	$(PYTHON) -m venv --clear $(DESTDIR)$(PREFIX)
@@ -82,6 +87,22 @@ install-units: ## install the units of systemd and a first configuration alone
 	done
 	[ -e $(DESTDIR)$(SYSCONFDIR)/intercept-agent/config.yaml ] || \
 		install -m 644 systemd/config.yaml $(DESTDIR)$(SYSCONFDIR)/intercept-agent/config.yaml
+
+# Any of buildah, podman and docker; BASE is the Debian 12 that the image is made of.
+BUILDER ?= $(firstword $(foreach tool,buildah podman docker,$(shell command -v $(tool))))
+IMAGE ?= intercept-agent:0.1.0
+BASE ?= debian:bookworm-slim
+
+image: ## build the image of the DaemonSet: IMAGE=intercept-agent:0.1.0 BUILDER=buildah BASE=debian:bookworm-slim
+	$(BUILDER) build $(BUILD_OPTIONS) --build-arg BASE=$(BASE) -t $(IMAGE) -f deploy/Containerfile .
+
+manifests: | system ## build the manifests by kubectl and hold them against the API's schemas
+	tools=$$(mktemp -d) && trap 'rm -rf "$$tools"' EXIT && \
+	$(PYTHON) -m venv "$$tools" && "$$tools/bin/python" -m pip install --quiet kubernetes-validate && \
+	for folder in base uninstall; do \
+		kubectl kustomize deploy/$$folder >"$$tools/$$folder.yaml" && \
+		"$$tools/bin/kubernetes-validate" --strict "$$tools/$$folder.yaml" || exit; \
+	done
 
 kernel: $(VENV)/installed ## run the eBPF tests on the kernel of Debian 12 under qemu (root, minutes)
 	$(RUN) -m tests.vm

@@ -214,6 +214,7 @@ class Node:
         labels: Mapping[str, str] | None = None,
         annotations: Mapping[str, str] | None = None,
         host_network: bool = False,
+        host_pid: bool = False,
         privileged: bool = False,
         attempt: int = 0,
         run_as: int = 0,
@@ -232,6 +233,7 @@ class Node:
             labels=labels or {},
             annotations=annotations or {},
             host_network=host_network,
+            host_pid=host_pid,
             privileged=privileged,
             attempt=attempt,
             run_as=run_as,
@@ -248,6 +250,7 @@ class Node:
         labels: Mapping[str, str],
         annotations: Mapping[str, str],
         host_network: bool,
+        host_pid: bool,
         privileged: bool,
         attempt: int,
         run_as: int,
@@ -264,7 +267,10 @@ class Node:
             "linux": {
                 "cgroup_parent": f"/{self.base.name}/pod{uid}",
                 "security_context": {
-                    "namespace_options": {"network": 2 if host_network else 0, "pid": 1},
+                    "namespace_options": {
+                        "network": 2 if host_network else 0,
+                        "pid": 2 if host_pid else 1,
+                    },
                     "run_as_user": {"value": run_as},
                     "privileged": privileged,
                     "seccomp": {"profile_type": 1},

@@ -33,11 +33,12 @@ PodSandbox: id 1 string, state 3 int32
 ListPodSandboxResponse: items 1 *PodSandbox
 ImageSpec: image 1 string
 KeyValue: key 1 string, value 2 string
-Mount: container_path 1 string, host_path 2 string, readonly 3 bool
-Capability: add_capabilities 1 *string
+Mount: container_path 1 string, host_path 2 string, readonly 3 bool, propagation 5 int32
+Capability: add_capabilities 1 *string, drop_capabilities 2 *string
 ContainerSecurity: capabilities 1 Capability, privileged 2 bool, \
-namespace_options 3 NamespaceOption, run_as_user 5 Int64Value, run_as_group 12 Int64Value, \
-no_new_privs 11 bool, seccomp 15 SecurityProfile
+namespace_options 3 NamespaceOption, run_as_user 5 Int64Value, readonly_rootfs 7 bool, \
+no_new_privs 11 bool, run_as_group 12 Int64Value, masked_paths 13 *string, \
+readonly_paths 14 *string, seccomp 15 SecurityProfile
 LinuxContainerConfig: security_context 2 ContainerSecurity
 ContainerMetadata: name 1 string, attempt 2 uint32
 ContainerConfig: metadata 1 ContainerMetadata, image 2 ImageSpec, command 3 *string, \
@@ -67,6 +68,7 @@ METHODS = {
     "CreateContainer": ("Runtime", "CreateContainerRequest", "ContainerAnswer"),
     "StartContainer": ("Runtime", "ContainerRequest", "Nothing"),
     "StopContainer": ("Runtime", "ContainerRequest", "Nothing"),
+    "RemoveContainer": ("Runtime", "ContainerRequest", "Nothing"),
     "ExecSync": ("Runtime", "ExecSyncRequest", "ExecSyncResponse"),
     "ListImages": ("Image", "Nothing", "ListImagesResponse"),
 }

@@ -14,15 +14,13 @@ import json
 import secrets
 import shutil
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support import installed
 from tests.support.agent import wait_for
 from tests.support.netns import PREFIX, run
 
-ROOT = Path(__file__).parents[2]
 SYSTEMD = "/lib/systemd/systemd"
 # What starts by these would look after a whole machine: devices, sysctls, the clock.
 EMPTY = (
@@ -31,10 +29,6 @@ EMPTY = (
     "/etc/systemd/system",
     "/usr/local/lib/systemd",
 )
-HERE = "/opt/checkout"  # not below /root or /tmp, which the units hide
-PACKAGES = "/opt/packages"
-PYTHON = "/opt/python"
-VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 CAPABILITIES = (
     *("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"),
     *("SETPCAP", "NET_BIND_SERVICE", "NET_ADMIN", "NET_RAW", "SYS_CHROOT", "SYS_PTRACE"),
@@ -80,23 +74,8 @@ class Host:
             shutil.rmtree(self.root / path.lstrip("/"), ignore_errors=True)
             (self.root / path.lstrip("/")).mkdir(parents=True)
         self.write("/etc/machine-id", secrets.token_hex(16) + "\n")
-        self._install_python()
-
-    def _install_python(self) -> None:
-        """Put a virtual environment where the agent's is installed, which has this one's packages.
-
-        The folders of this one may be among those that the units hide.
-        """
-        python = Path("/usr/bin" if sys.base_prefix == "/usr" else f"{PYTHON}/bin")
-        where = Path("/opt/intercept-agent")
-        self.write(
-            f"{where}/pyvenv.cfg", f"home = {python}\ninclude-system-site-packages = false\n"
-        )
-        self.write(f"{where}/lib/python{VERSION}/site-packages/it.pth", f"{HERE}\n{PACKAGES}\n")
-        command = f'#!/bin/sh\nexec {where}/bin/python -P -m agent.cli.main "$@"\n'
-        self.write(f"{where}/bin/intercept-agent", command, 0o755)
-        (self.root / f"{where}/bin/python".lstrip("/")).symlink_to(python / "python3")
-        libraries = f"[Service]\nEnvironment=LD_LIBRARY_PATH={PYTHON}/lib\n"
+        installed.write(self.root)
+        libraries = f"[Service]\nEnvironment={installed.LIBRARIES}\n"
         self.write("/etc/systemd/system/service.d/python.conf", libraries)
 
     def boot(self) -> None:
@@ -133,7 +112,7 @@ def _container(root: Path) -> dict[str, object]:
             "args": [SYSTEMD, "--system", "--log-target=console", "--log-level=info"],
             "env": [
                 *("container=runc", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C"),
-                f"LD_LIBRARY_PATH={PYTHON}/lib",
+                installed.LIBRARIES,
             ],
             "cwd": "/",
             "user": {"uid": 0, "gid": 0},
@@ -148,9 +127,7 @@ def _container(root: Path) -> dict[str, object]:
             _mount("/sys/fs/cgroup", "cgroup2"),
             _mount("/sys/fs/bpf", "bpf"),
             *(_mount(place, "tmpfs", "mode=755") for place in ("/run", "/var/lib/systemd", "/tmp")),
-            _bound(ROOT, HERE),
-            _bound(Path(sysconfig.get_path("purelib")), PACKAGES),
-            *([] if sys.base_prefix == "/usr" else [_bound(Path(sys.base_prefix), PYTHON)]),
+            *(_bound(source, where) for where, source in installed.MOUNTS.items()),
         ],
         "linux": {
             "namespaces": [
