@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Self
 
@@ -41,6 +42,8 @@ START_TIMEOUT_S = 20.0
 COMMAND_TIMEOUT_S = 60.0
 POLL_S = 0.01
 MAX_LOG_BYTES = 1 << 20
+# Hot restart is off, so no two Envoys share anything.
+ALONE = ("--concurrency", "1", "--disable-hot-restart")
 
 
 def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 10.0) -> None:
@@ -132,29 +135,30 @@ class Pod:
 
         Raises: AssertionError with its log if it ends or does not serve in time.
         """
-        assert self._log is not None, "only inside the `with` block"
-        uid, gid = self._proxy_ids
-        capabilities = ("net_admin",) if self._spec.transparent else ()
-        config = envoy.config(self._spec)
         with contextlib.ExitStack() as stack:
-            process = stack.enter_context(
-                run_envoy(
-                    self.namespace,
-                    config,
-                    uid=uid,
-                    gid=gid,
-                    capabilities=capabilities,
-                    log=self._log,
-                )
-            )
+            process = stack.enter_context(self.run_proxy())
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not self._proxy_serves():
+            while not self.proxy_serves():
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise AssertionError(f"Envoy did not start:\n{self.proxy_log()}")
             self._proxy = stack.pop_all()
 
-    def _proxy_serves(self) -> bool:
-        """Wait a second at most."""
+    def run_proxy(self, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
+        """Run an Envoy for as long as the block lasts, which is not waited for."""
+        assert self._log is not None, "only inside the `with` block"
+        uid, gid = self._proxy_ids
+        return run_envoy(
+            self.namespace,
+            envoy.config(self._spec),
+            *options,
+            uid=uid,
+            gid=gid,
+            capabilities=("net_admin",) if self._spec.transparent else (),
+            log=self._log,
+        )
+
+    def proxy_serves(self) -> bool:
+        """Tell whether Envoy answers. Waits a second at most."""
         call = target("127.0.0.1", numbers.HEALTH_PORT, path=envoy.HEALTH_PATH, timeout_s=1.0)
         client = self._client(self.namespace, uid=0, gid=0)
         (answer,) = client.call(call | {"until_ok": True})
@@ -274,7 +278,7 @@ def _is_up(namespace: str) -> bool:
 def run_envoy(
     namespace: str,
     config: str,
-    *,
+    *options: str,
     uid: int,
     gid: int,
     capabilities: tuple[str, ...],
@@ -283,7 +287,7 @@ def run_envoy(
     """Run Envoy as that user, with those capabilities kept.
 
     The binary is opened here and executed by descriptor: the proxy's user may not be able to reach
-    the directory that it lies in. Hot restart is off, so no two Envoys share anything.
+    the directory that it lies in. Without `options` it is `ALONE`.
     """
     kept = ",".join(f"+{name}" for name in capabilities)
     keep = ("--inh-caps", kept, "--ambient-caps", kept) if kept else ()
@@ -294,8 +298,8 @@ def run_envoy(
             *("setpriv", "--reuid", str(uid), "--regid", str(gid), "--clear-groups"),
             *keep,
             *("--pdeathsig", "KILL", "--"),
-            *(f"/proc/self/fd/{program}", "--config-yaml", config, "--concurrency", "1"),
-            *("--disable-hot-restart", "--log-level", "warning"),
+            *(f"/proc/self/fd/{program}", "--config-yaml", config, "--log-level", "warning"),
+            *(options or ALONE),
         )
         with calls.running(command, stdout=log, pass_fds=(program,)) as process:
             yield process
