@@ -358,6 +358,7 @@ class Daemon:
             "pods": dict(states),
             "mode": self._config.mode,
             "backend": self._config.backend,
+            "guard": self._config.guard,
             "worker_pid": self._worker.pid,
             **{name: self._url(name) for name in ("health", "status")},
         }

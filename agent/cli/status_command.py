@@ -1,9 +1,12 @@
 """Show how the running agent is: ready or what it waits for, its sources, its pods by state."""
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from agent.cli import output
 from agent.cli.agent_client import AgentClient, add_agent_options, socket_path
+from agent.model.state import EBPF
 
 EXAMPLES = """examples:
   intercept-agent status
@@ -37,7 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"pods: {states or 'none'}")
     worker = f", worker PID {found['worker_pid']}" if found["worker_pid"] else ""
     print(f"mode {found['mode']}, backend {found['backend']}{worker}")
+    print(f"guard: {_guard(found)}")
     for name in ("health", "status"):
         if found[name]:
             print(f"{name}: {found[name]}")
     return 0
+
+
+def _guard(found: Mapping[str, Any]) -> str:
+    if found["backend"] == EBPF:
+        return "none, since eBPF has no rules that somebody in a pod could flush"
+    return found["guard"] or "each pod's is left as it stands"

@@ -10,6 +10,7 @@ from agent.formats.bpf_capture import COOKIE
 from agent.kernel import bpf_pins
 from agent.model.state import EBPF
 from tests.support.agent import INJECTED, RESULT, Agent, running, wait_for
+from tests.support.capturing import command
 from tests.support.ebpf import capture, cookie, detach, own_node, pinned
 from tests.support.netns import inside, snapshot
 
@@ -80,6 +81,13 @@ DRIFT: Mapping[str, Callable[[str], object]] = {
     "inbound connections was detached": lambda name: detach(bpf_pins.pod_pin(cookie(name))),
     "inbound connections is not attached": lambda name: bpf_pins.pod_pin(cookie(name)).unlink(),
 }
+
+
+def test_status_says_that_there_is_no_guard(folder: Path) -> None:
+    for backend, said in ((EBPF, "guard: none, since eBPF"), ("nftables", "guard: standing\n")):
+        with running(folder, backend=backend) as agent:
+            _, out, _ = command("status", "--socket", str(agent.socket))
+            assert said in out
 
 
 def test_whatever_is_detached_or_removed_is_put_back(folder: Path, netns: str) -> None:
