@@ -139,9 +139,11 @@ def test_a_program_that_was_detached_is_no_namespace_that_is_gone(netns: str) ->
             capture(other)
             ebpf.sweep()
             release(other)
+        assert ebpf.sweep().faults == (f"the program of namespace {cookie(netns)} is not attached",)
         with bpf_pins.open_map("captures") as captures:
             assert captures.lookup(COOKIE.pack(cookie(netns))) is not None
         assert capture(netns).changed
+        assert ebpf.sweep().faults == ()
         assert found_wrong(netns) == []
 
 
