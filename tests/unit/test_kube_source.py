@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -212,6 +213,21 @@ def test_answers_that_are_cut_anywhere_are_put_together(tmp_path: Path) -> None:
             await until(lambda: len(heard.names()) == 2)  # no name of Kubernetes'
             api.put("pods", pod("three", annotations={"note": "ß" * 50}))
             await until(lambda: "three" in heard.names())
+
+    run(tmp_path, test)
+
+
+def test_changes_that_come_together_are_taken_apart(tmp_path: Path) -> None:
+    async def test(api: FakeApi) -> None:
+        lines = []
+        for number in range(3):
+            made = {**pod(f"more-{number}"), "kind": "Pod"}
+            made["metadata"]["resourceVersion"] = str(200 + number)
+            lines.append(json.dumps({"type": "ADDED", "object": made}).encode() + b"\n")
+        whole = b"".join(lines)
+        api.faults.garbage = [whole[:-9], whole[-9:]]
+        async with hearing(api, tmp_path) as heard:
+            await until(lambda: {f"more-{n}" for n in range(3)} <= heard.names())
 
     run(tmp_path, test)
 

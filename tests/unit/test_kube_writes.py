@@ -146,11 +146,13 @@ def test_events_wait_for_the_server_and_are_not_lost(tmp_path: Path) -> None:
                 told.events.add("failed", f"shop/{name}", "meanwhile")
             await asyncio.sleep(0.2)
             assert api.requests == []
-            api.stop()
             told.connected = True
+            await until(lambda: len(api.all("events")) == 2)
+            api.stop()
+            told.events.add("failed", "shop/three", "at the wrong moment")
             await asyncio.sleep(0.5)
             api.start()
-            await until(lambda: len(api.all("events")) == 2)
+            await until(lambda: len(api.all("events")) == 3)
 
     against(tmp_path, test)
 
