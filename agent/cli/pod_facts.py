@@ -17,7 +17,7 @@ from agent.model.pod import Namespace, Pod
 from agent.node.config import Config
 from agent.node.cri import endpoint
 from agent.node.roster import model_of
-from agent.node.source import PodRecord
+from agent.node.source import KUBERNETES, PodRecord
 
 # Sources that tell of a pod as it was when its sandbox was made, and of no change since.
 AT_THE_START = frozenset({"cri", "cni", "static"})
@@ -139,6 +139,7 @@ class PodFinder:
             created=created,
             now=now,
             agent=_view(about) if about else None,
+            followed=about.get("said_by") == KUBERNETES,
             containers=self._containers(record),
         )
 

@@ -23,6 +23,7 @@ from agent.node.kube.repair import LABEL
 from tests.fakes import fake_api
 from tests.fakes.fake_api import NODE, FakeApi, kubeconfig, pod, serving
 from tests.support.agent import Agent, running, wait_for
+from tests.support.conformance import cli_process
 from tests.support.escape import lab
 from tests.support.netns import inside, namespace, path_of, run
 from tests.support.runtime import Runtime
@@ -162,6 +163,28 @@ def test_pod_that_asks_by_itself_stays_when_its_namespace_leaves(node: Node) -> 
         node.annotate("own", {EXCLUDE: "8000"})  # which arrives after it, or with it
         wait_for(lambda: "8000" in rules(own))
         wait_for(lambda: agent.state("own") == "in-sync")
+
+
+def test_explain_says_what_is_asked_of_a_pod_now(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with namespace("web") as web, running(node.folder, **node.config()) as agent:
+        node.run("web", web)
+        node.annotate("web", {EXCLUDE: "8000"})
+        wait_for(lambda: "8000" in rules(web))
+        monkeypatch.setenv("INTERCEPT_SOCKET", str(agent.socket))
+        monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", f"unix://{node.runtime.socket}")
+        shown = cli_process("explain", "shop/web", "-o", "json").document
+        assert shown["should_be"] is True
+        kinds = {found["kind"]: found for found in shown["findings"]}
+        assert "stale-capture" not in kinds
+        assert "goes by what they are now" in kinds["changed-since"]["means"]
+        node.label_namespace(None)
+        wait_for(lambda: agent.state("web") == "ignored")
+        shown = cli_process("explain", "shop/web", "-o", "json").document
+        assert shown["should_be"] is False
+        assert shown["reason"] == "namespace-left"
+        assert "stale-capture" in {found["kind"] for found in shown["findings"]}
 
 
 # --- the API server comes and goes ----------------------------------------------------------------

@@ -44,7 +44,8 @@ class AgentView:
 class PodFacts:
     """A pod: as it was when its sandbox was made, and as it is now, as far as anybody knows.
 
-    `containers` has the names of containers by their ids.
+    `containers` has the names of containers by their ids. `followed` tells that the running agent
+    goes by what the pod is now.
     """
 
     namespace: str
@@ -55,6 +56,7 @@ class PodFacts:
     created: Said | None = None
     now: Said | None = None
     agent: AgentView | None = None
+    followed: bool = False
     containers: Mapping[str, str] = field(default_factory=dict)
 
     @property

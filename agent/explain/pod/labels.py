@@ -85,7 +85,7 @@ def findings(facts: Facts, *, captured: bool) -> Iterator[Finding]:
         return
     changed = changes(pod)
     still = pod.decision is not None and pod.decision.captured
-    if changed and captured and still:
+    if changed and captured and still and not pod.followed:
         yield Finding(
             kind="stale-capture",
             severity=Severity.WARNING,
@@ -99,7 +99,9 @@ def findings(facts: Facts, *, captured: bool) -> Iterator[Finding]:
             kind="changed-since",
             severity=Severity.INFO,
             seen="; ".join(changed),
-            means="labels and annotations are read when a pod is made",
+            means="the running agent goes by what they are now"
+            if pod.followed
+            else "labels and annotations are read when a pod is made",
         )
     if pod.agent is not None and pod.agent.state in ("drifted", "failed"):
         yield Finding(
