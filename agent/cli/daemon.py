@@ -255,6 +255,7 @@ class Daemon:
         for name in ended - {WATCHER} - parts.keys():
             self._metrics.connected.remove(name)
             await self._roster.leave(name)
+        await self._api.ahead()  # what the one before it knew is good until then
         if self._api.use():
             self._roster.decide_again(self._roster.policy)
         self._grpc.changed()

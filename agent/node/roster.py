@@ -15,6 +15,7 @@ from agent.node.reconciler import Reconciler
 from agent.node.source import (
     KUBERNETES,
     NOTHING_KNOWN,
+    STATIC,
     Changed,
     Described,
     Facts,
@@ -25,7 +26,6 @@ from agent.node.source import (
 )
 
 PLUGIN = "cni"
-STATIC = "static"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 from agent.model.pod import Namespace, Pod
 from agent.model.values import Address
 
+STATIC = "static"
 KUBERNETES = "kubernetes"
-"""The name of the source that is the API server."""
+"""The names of the sources that are the configuration and the API server."""
 
 
 class PodKey(NamedTuple):

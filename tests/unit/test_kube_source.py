@@ -12,9 +12,13 @@ from random import Random
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from agent.model.pod import Pod
+from agent.model.decision import decide
+from agent.model.pod import Pod, Policy
 from agent.node.kube.access import InCluster, Kubeconfig
+from agent.node.kube.cache import Cache
 from agent.node.kube.client import ApiClient
 from agent.node.kube.source import KubeSource
 from agent.node.source import Described
@@ -434,6 +438,39 @@ def test_pod_that_nobody_told_of_is_asked_for_once_and_not_for_long(tmp_path: Pa
             assert api.count("GET") == gets
 
     run(tmp_path, test)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+SECTIONS = ("metadata", "spec", "status")
+INSIDE = ("name", "uid", "labels", "annotations", "ownerReferences", "creationTimestamp")
+
+
+@given(
+    st.sampled_from(SECTIONS), st.sampled_from((*INSIDE, "containers", "securityContext")), ANYTHING
+)
+def test_nothing_that_a_pod_may_hold_upsets_the_cache(
+    tmp_path_factory: pytest.TempPathFactory, section: str, key: str, value: object
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    cache = Cache(NODE, lambda _: None)
+    odd = pod("one")
+    odd[section][key] = value
+    for thing in (odd, {**pod("two"), section: value}):
+        cache.pods.replace([thing])
+        cache.pods.put(thing)
+        cache.namespaces.put(thing)
+        for known in cache.known_pods.values():
+            decide(known.pod, cache.namespace("shop"), Policy())
+        cache.save(folder)
+        again = Cache(NODE, lambda _: None)
+        again.load(folder)
+        assert again.known_pods == cache.known_pods
+        cache.pods.drop(thing)
+        cache.namespaces.drop(thing)
 
 
 # --- who the agent is -----------------------------------------------------------------------------

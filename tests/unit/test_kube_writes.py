@@ -194,7 +194,9 @@ class Late:
             delete_every_s=0.5,
         )
 
-    def late(self, name: str, danger: str = "", namespace: str = "shop") -> str:
+    def late(
+        self, name: str, danger: str = "", namespace: str = "shop", source: str = "cri"
+    ) -> str:
         wish = Wish(
             key=f"pod/{namespace}/{name}",
             namespace=namespace,
@@ -205,7 +207,7 @@ class Late:
             settings={},
             reason="injected",
             text="",
-            source="cri",
+            source=source,
         )
         return self.repair.late(wish, danger)
 
@@ -236,6 +238,34 @@ def test_policy_says_what_becomes_of_a_late_pod(tmp_path: Path) -> None:
             late = Late(api, client, repair="delete")
             place = document["metadata"]["namespace"] if document else "shop"
             assert why in late.late(name, namespace=place)
+
+    against(tmp_path, test)
+
+
+def test_namespace_that_the_configuration_names_is_programmed_by_every_policy(
+    tmp_path: Path,
+) -> None:
+    async def test(api: FakeApi, client: ApiClient) -> None:
+        for policy in ("event", "label", "delete"):
+            assert Late(api, client, repair=policy).late("one", source="static") == ""
+
+    against(tmp_path, test)
+
+
+def test_mark_is_taken_away_though_the_watch_has_not_told_of_it(tmp_path: Path) -> None:
+    async def test(api: FakeApi, client: ApiClient) -> None:
+        api.put("pods", pod("web"))
+        late = Late(api, client, repair="label")
+
+        def labels() -> dict[str, str]:
+            found: dict[str, str] = api.get("pods", "shop", "web")["metadata"]["labels"]
+            return found
+
+        async with at_work(late.repair.run()):
+            late.late("web")
+            await until(lambda: LABEL in labels())
+            late.repair.captured("shop/web")
+            await until(lambda: LABEL not in labels())
 
     against(tmp_path, test)
 

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 PAGE = 250
 MOST_OBJECTS = 50_000
+LONGEST_VERSION = 256
 FIRST_BACKOFF_S = 0.2
 SLOWEST_BACKOFF_S = 15.0
 CALM_S = 5.0  # a watch that held for as long ended in peace
@@ -136,7 +137,7 @@ class Reflector:
             metadata = metadata if isinstance(metadata, dict) else {}
             token = metadata.get("continue")
             if not token:
-                return objects, str(metadata.get("resourceVersion") or "")
+                return objects, _version_of(page)
             if not items or len(objects) > MOST_OBJECTS:
                 raise ApiGarbled(f"GET {self._path}: the list does not end")
             more = {"continue": str(token)}
@@ -190,4 +191,4 @@ class Reflector:
 def _version_of(thing: Mapping[str, Any]) -> str:
     metadata = thing.get("metadata")
     found = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
-    return found if isinstance(found, str) else ""
+    return found if isinstance(found, str) and len(found) <= LONGEST_VERSION else ""

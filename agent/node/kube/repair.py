@@ -18,6 +18,7 @@ from agent.node.kube.cache import Cache, KnownPod
 from agent.node.kube.client import MERGE_PATCH, ApiClient
 from agent.node.kube.errors import CONFLICT, NOT_FOUND, ApiError, ApiRefused
 from agent.node.pod import Wish
+from agent.node.source import STATIC
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +70,13 @@ class Repair:
         self._delete_every_s = delete_every_s
         self._cases: dict[str, Case] = {}
         self._told: dict[str, str] = {}
+        self._marked: set[str] = set()  # of which the watch may not have told yet
         self._news = asyncio.Event()
 
     def late(self, wish: Wish, danger: str) -> str:
         """Return what becomes of a pod that runs uncaptured; nothing: it is to be programmed."""
         asked = self._config.unsafe if danger else self._config.repair
-        if asked == PROGRAM or wish.settings is None:
+        if asked == PROGRAM or wish.source == STATIC:
             return ""
         known = self._cache.known(wish.namespace, wish.name, wish.uid)
         action, but = self._allowed(wish, known, asked)
@@ -93,7 +95,8 @@ class Repair:
         """Take the mark from a pod that is captured now."""
         namespace, _, name = label.partition("/")
         known = self._cache.known_pods.get((namespace, name))
-        if known is not None and LABEL in (known.pod.labels or {}):
+        marked = known is not None and LABEL in (known.pod.labels or {})
+        if known is not None and (marked or label in self._marked):
             self._open(Case(key=label, known=known))
 
     def _open(self, case: Case) -> None:
@@ -151,6 +154,7 @@ class Repair:
                 value = "true" if case.action == MARK else None
                 patch = {"metadata": {"uid": pod.uid, "labels": {LABEL: value}}}
                 await self._client.send("PATCH", path, patch, MERGE_PATCH)
+                (self._marked.add if case.action else self._marked.discard)(pod.title)
         except ApiRefused as error:
             if error.status in (NOT_FOUND, CONFLICT):  # it is another one by now, or gone
                 return False
