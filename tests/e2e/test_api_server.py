@@ -115,9 +115,10 @@ def test_agent_does_all_of_its_work_with_a_server(cluster: Cluster) -> None:
 
             cluster.label_namespace(None)
             wait_for(lambda: agent.state("new") == "ignored")
+            wait_for(lambda: any("stale" in e["message"] for e in cluster.events("LeftoverFound")))
             cluster.label_namespace("enabled")
             wait_for(lambda: agent.state("new") == "in-sync")
-            wait_for(lambda: cluster.events("LeftoverFound"))
+            wait_for(lambda: cluster.events("LeftoverGone"))
             about = cluster.events("LeftoverFound")[0]["involvedObject"]
             assert (about["kind"], about["name"]) == ("Pod", "new")
             assert TABLE in rules(new)

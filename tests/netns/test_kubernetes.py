@@ -82,6 +82,10 @@ class Node:
     def events(self, reason: str) -> list[dict[str, Any]]:
         return [event for event in self.api.all("events") if event["reason"] == reason]
 
+    def stale(self) -> list[dict[str, Any]]:
+        found = self.events("LeftoverFound")
+        return [event for event in found if event["message"].startswith("stale-capture")]
+
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
@@ -132,9 +136,8 @@ def test_namespace_that_leaves_the_mesh_and_comes_back(node: Node) -> None:
         node.run("old", old)
         wait_for(lambda: agent.state("old") == "in-sync")
         node.label_namespace(None)
-        wait_for(lambda: node.events("LeftoverFound"))
-        event = node.events("LeftoverFound")[0]
-        assert "stale-capture" in event["message"]
+        wait_for(node.stale)
+        (event,) = node.stale()
         assert event["involvedObject"]["uid"] == "uid-old"
         assert event["involvedObject"]["kind"] == "Pod"
         assert ("stale-capture", "shop/old") in {
@@ -151,7 +154,7 @@ def test_namespace_that_leaves_the_mesh_and_comes_back(node: Node) -> None:
         wait_for(lambda: agent.state("old") == agent.state("new") == "in-sync")
         assert TABLE in rules(new)
         wait_for(lambda: not [f for f in findings(agent) if f["kind"] == "stale-capture"])
-        wait_for(lambda: node.events("LeftoverGone"))
+        wait_for(lambda: any("stale" in e["message"] for e in node.events("LeftoverGone")))
         assert "drift-repaired" not in agent.kinds()
 
 
