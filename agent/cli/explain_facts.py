@@ -230,7 +230,8 @@ def _command(target: str, raw: Mapping[str, object]) -> str:
     default = {key: _text(value) for key, value in dump(parse({"mode": mode})).items()}
     servers = [plain.pop(f"dns_servers_v{v}", "") for v in (4, 6)]
     guard = plain.pop("guard", "off")
-    plain.pop("gate", None)  # a running agent's alone
+    for key in ("gate", "init_cgroups"):
+        plain.pop(key, None)  # a running agent's alone
     for key in ("proxy_uid", "proxy_gid"):
         default[key] = "1337"
     whole = {key: _text(value) for key, value in manifests.DEFAULTS.items()}

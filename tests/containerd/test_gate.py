@@ -1,5 +1,6 @@
 """The gate on a real node: what reaches the network before the proxy of its pod has listened."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -104,8 +105,16 @@ def pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def pod_of(world: World, name: str) -> Pod:
-    return world.node.run_pod(name, "shop", labels=LABELS, annotations=INJECTED)
+@contextlib.contextmanager
+def pod_behind(
+    world: World, folder: Path, gate: str, backend: str
+) -> Iterator[tuple[Agent, Pod, str]]:
+    """Run an agent with such a gate and start a pod; yield both, and the pod's name."""
+    name, node = f"{gate}-{backend}", world.node
+    with running(folder, node.netns, **configuration(node), backend=backend, gate=gate) as agent:
+        pod = node.run_pod(name, "shop", labels=LABELS, annotations=INJECTED)
+        yield agent, pod, name
+        node.remove_pod(pod)
 
 
 def proxy_comes_and_goes(world: World, agent: Agent, pod: Pod, container: str) -> None:
@@ -128,11 +137,7 @@ def proxy_comes_and_goes(world: World, agent: Agent, pod: Pod, container: str) -
 def test_init_containers_pass_until_the_proxy_listens(
     world: World, tmp_path: Path, backend: str
 ) -> None:
-    name = f"init-{backend}"
-    with running(
-        tmp_path, world.node.netns, **configuration(world.node), backend=backend, gate="listener"
-    ) as agent:
-        pod = pod_of(world, name)
+    with pod_behind(world, tmp_path, "listener", backend) as (agent, pod, name):
         fetch = world.start(pod, "fetch")
         wait_for(lambda: f"{name}-fetch" in world.reached())
         app = world.start(pod, "app", uid=APP_UID)
@@ -143,34 +148,23 @@ def test_init_containers_pass_until_the_proxy_listens(
         assert world.calls(migrate, f"{name}-more")
         assert not world.calls(app, f"{name}-app")
         proxy_comes_and_goes(world, agent, pod, migrate)
-        world.node.remove_pod(pod)
 
 
 @pytest.mark.parametrize("backend", ["nftables", EBPF])
 def test_everybody_passes_an_open_gate_until_the_proxy_listens(
     world: World, tmp_path: Path, backend: str
 ) -> None:
-    name = f"open-{backend}"
-    with running(
-        tmp_path, world.node.netns, **configuration(world.node), backend=backend, gate="open"
-    ) as agent:
-        pod = pod_of(world, name)
+    with pod_behind(world, tmp_path, "open", backend) as (agent, pod, name):
         app = world.start(pod, "app", uid=APP_UID)
         wait_for(lambda: f"{name}-app" in world.reached())
         proxy_comes_and_goes(world, agent, pod, app)
-        world.node.remove_pod(pod)
 
 
 @pytest.mark.parametrize("backend", ["iptables-nft", EBPF])
 def test_closed_gate_lets_nothing_pass_from_the_first_packet(
     world: World, tmp_path: Path, backend: str
 ) -> None:
-    name = f"closed-{backend}"
-    with running(
-        tmp_path, world.node.netns, **configuration(world.node), backend=backend, gate="closed"
-    ):
-        pod = pod_of(world, name)
+    with pod_behind(world, tmp_path, "closed", backend) as (_, pod, name):
         fetch = world.start(pod, "fetch")
         assert not world.calls(fetch, f"{name}-more")
         assert not any(word.startswith(name) for word in world.reached())
-        world.node.remove_pod(pod)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from agent.model.annotations import EXCLUDE_INBOUND, STATUS
-from agent.model.pod import Policy
+from agent.model.pod import Container, Pod, Policy
 from agent.node.config import Config
 from agent.node.events import Events
 from agent.node.explanation import explain
 from agent.node.memory import Memory
 from agent.node.reconciler import Reconciler
 from agent.node.roster import PLUGIN, Roster
-from agent.node.source import Changed, Gone, PodRecord, Snapshot
+from agent.node.source import Changed, Gone, NoFacts, PodRecord, Snapshot
 from tests.unit.test_reconciler import FakeJobs, FakeMeter
 
 WEB = PodRecord(
@@ -99,6 +99,35 @@ def test_pods_of_a_source_that_is_given_up_are_kept_if_the_plugin_told_of_them(
         await scene.roster.leave("cri")
         await until(lambda: scene.captured() == {"web": True})
         assert {pod.wish.source for pod in scene.reconciler.pods.values()} == {PLUGIN}
+
+    play(tmp_path, part)
+
+
+class Says(NoFacts):
+    """An API server that knows one pod."""
+
+    def pod(self, namespace: str, name: str, uid: str) -> Pod | None:
+        names = {"migrate": True, "istio-proxy": False, "app": False}
+        containers = tuple(Container(name=one, init=init) for one, init in names.items())
+        return Pod(
+            namespace=namespace,
+            name=name,
+            uid=uid,
+            annotations={STATUS: "{}"},
+            containers=containers,
+        )
+
+
+def test_init_containers_are_those_that_the_api_server_tells_and_are_remembered(
+    tmp_path: Path,
+) -> None:
+    async def part(scene: Scene) -> None:
+        assert scene.roster.describe("cri", WEB).wish.init_names == ()
+        scene.roster.facts = Says()
+        wish = scene.roster.describe(PLUGIN, WEB).wish
+        assert wish.init_names == ("migrate",)
+        scene.memory.keep(wish)
+        assert scene.memory.load() == [wish]
 
     play(tmp_path, part)
 
