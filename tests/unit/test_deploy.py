@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from agent.explain.node.diagnosis import NEEDED
 from agent.node import config
 from agent.node.kube.cluster import rights
 
@@ -147,6 +148,7 @@ def test_container_is_held_to_what_it_needs() -> None:
     assert context["readOnlyRootFilesystem"]
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
     assert context["capabilities"]["drop"] == ["ALL"]
+    assert {f"CAP_{name}" for name in context["capabilities"]["add"]} == NEEDED.keys()
     unit = (ROOT / "systemd" / "intercept-agent@.service").read_text()
     (listed,) = re.findall(r"(?m)^CapabilityBoundingSet=(.+)", unit)
     assert [f"CAP_{name}" for name in context["capabilities"]["add"]] == listed.split()

@@ -16,7 +16,6 @@ NEEDED = {
     "CAP_NET_ADMIN": (12, False, "writes rules, routes and addresses"),
     "CAP_NET_RAW": (13, False, "reads the tables of iptables-legacy"),
     "CAP_SYS_PTRACE": (19, True, "finds which processes live in which namespace"),
-    "CAP_DAC_OVERRIDE": (1, True, "reads and writes files of others, such as CNI's"),
 }
 # Plugins of other meshes that steer traffic in pods too.
 OTHER_MESHES = {
