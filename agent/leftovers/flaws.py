@@ -24,6 +24,8 @@ def flaws(capture: Ruleset) -> tuple[str, ...]:
     if capture.tables and capture.table("nat") is None:
         tables = " and ".join(table.name for table in capture.tables)
         found.append(f"there are capture rules in {tables}, and none in nat")
+    if owned.are_rails_up(capture):
+        found.append("the guard rails of istio-iptables, which was killed, drop all TCP and UDP")
     ambient = owned.is_ambient(capture)
     for table in capture.tables:
         found += _unreached(table)

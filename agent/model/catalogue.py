@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import translate
 from functools import lru_cache
 
+from agent.model.cni_owners import CNIS, K3S
 from agent.model.owner import Owner, Role
-
-K3S = ("k3s", "k3s-server", "k3s-agent", "rke2", "kubelite")
 
 OWNERS: tuple[Owner, ...] = (
     Owner(
@@ -136,6 +135,15 @@ OWNERS: tuple[Owner, ...] = (
         health=(8000,),
     ),
     Owner(
+        name="istio-ztunnel",
+        title="Istio (ambient, before 1.21)",
+        role=Role.MESH,
+        source="istio 1.18 cni/pkg/ambient/constants: it worked in the node's own namespace",
+        chains=("*/ztunnel-*",),
+        links=("istioin", "istioout"),
+        processes=("install-cni", "istio-cni"),
+    ),
+    Owner(
         name="intercept-agent",
         title="this agent",
         role=Role.CAPTURE,
@@ -162,7 +170,7 @@ OWNERS: tuple[Owner, ...] = (
         title="Kuma",
         role=Role.MESH,
         source="kumahq/kuma pkg/transparentproxy",
-        chains=("*/KUMA_MESH_*", "*/MESH_INBOUND*", "*/MESH_OUTBOUND*"),
+        chains=("*/KUMA_*", "*/MESH_INBOUND*", "*/MESH_OUTBOUND*"),
         comments=("kuma/",),
         cni_types=("kuma-cni",),
         processes=("kuma-dp",),
@@ -214,85 +222,7 @@ OWNERS: tuple[Owner, ...] = (
         processes=("kmesh-daemon",),
         health=(15200,),
     ),
-    Owner(
-        name="cilium",
-        title="Cilium",
-        role=Role.CNI,
-        source="cilium pkg/datapath/iptables, pkg/bpf, pkg/datapath/linux/linux_defaults",
-        chains=("*/CILIUM_*", "*/OLD_CILIUM_*"),
-        comments=("cilium: ", "cilium-"),
-        links=("cilium_host", "cilium_net", "cilium_vxlan", "cilium_geneve"),
-        pins=("tc/globals/cilium_*", "cilium*", "tc/globals/tunnel_*", "ip/globals/cilium_*"),
-        programs=("cil_*",),
-        policies=((0x200, 0xF00, 2004), (0xA00, 0xF00, 2005)),
-        cni_types=("cilium-cni",),
-        processes=("cilium-agent",),
-        health=(9879,),
-    ),
-    Owner(
-        name="calico",
-        title="Calico",
-        role=Role.CNI,
-        source="projectcalico/calico felix/rules, felix/ipsets, felix/nftables",
-        chains=("*/cali-*", "*/felix-*"),
-        tables=("ip calico", "ip6 calico", "arp calico"),
-        comments=("cali:",),
-        sets=("cali40*", "cali60*", "cali4t*", "cali6t*"),
-        links=("vxlan.calico", "vxlan-v6.calico", "wireguard.cali", "bpfin.cali", "bpfout.cali"),
-        pins=("tc/globals/cali_*", "calico*"),
-        programs=("cali_*", "calico_*"),
-        cni_types=("calico", "calico-ipam"),
-        processes=("calico-node", "calico-felix", "felix"),
-        health=(9099,),
-    ),
-    Owner(
-        name="flannel",
-        title="flannel",
-        role=Role.CNI,
-        source="flannel-io/flannel pkg/trafficmngr",
-        chains=("*/FLANNEL-*",),
-        tables=("ip flannel-ipv4", "ip6 flannel-ipv6"),
-        comments=("flanneld ",),
-        links=("flannel.*", "flannel-v6.*", "flannel-wg*"),
-        cni_types=("flannel",),
-        processes=("flanneld",),
-        embedded=tuple((name, "--flannel-backend=none") for name in K3S),
-    ),
-    Owner(
-        name="weave",
-        title="Weave Net",
-        role=Role.CNI,
-        source="weaveworks/weave net, npc",
-        chains=("*/WEAVE", "*/WEAVE-*"),
-        sets=("weave-*",),
-        links=("weave", "vethwe-*"),
-        cni_types=("weave-net", "weave-ipam"),
-        processes=("weaver", "weave-npc"),
-        health=(6784, 6781),
-        heartbeats=("WEAVE-CANARY",),
-    ),
-    Owner(
-        name="antrea",
-        title="Antrea",
-        role=Role.CNI,
-        source="antrea-io/antrea pkg/agent/route",
-        chains=("*/ANTREA-*",),
-        sets=("ANTREA-*",),
-        links=("antrea-gw0", "antrea-egress0"),
-        cni_types=("antrea",),
-        processes=("antrea-agent",),
-        health=(10350,),
-    ),
-    Owner(
-        name="aws-vpc-cni",
-        title="the AWS VPC CNI",
-        role=Role.CNI,
-        source="aws/amazon-vpc-cni-k8s pkg/networkutils",
-        chains=("*/AWS-SNAT-CHAIN-*", "*/AWS-CONNMARK-CHAIN-*"),
-        cni_types=("aws-cni",),
-        processes=("aws-k8s-agent", "aws-node"),
-        health=(61678,),
-    ),
+    *CNIS,
 )
 
 _BY_NAME: Mapping[str, Owner] = {owner.name: owner for owner in OWNERS}

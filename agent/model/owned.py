@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from agent.model import numbers
+from agent.model.catalogue import owner_of_comments
 from agent.model.ruleset import (
     BASIC,
     BUILTIN_CHAINS,
@@ -23,6 +24,7 @@ from agent.model.ruleset import (
     Rulesets,
     Table,
     Target,
+    basic,
 )
 
 CHAIN_PREFIX = "ISTIO_"
@@ -30,6 +32,9 @@ AMBIENT_CHAIN = "ISTIO_PRERT"
 
 TPROXY_MARKS = frozenset({numbers.TPROXY_MARK, numbers.TPROXY_SELF_MARK})
 DNS_ZONES = frozenset({numbers.ZONE_PROXY_TO_UPSTREAM, numbers.ZONE_CLIENT_TO_PROXY})
+
+# What istio-iptables puts ahead in every chain of filter while it exchanges a capture.
+GUARD_RAILS = frozenset(Rule((basic(protocol=p),), Target("DROP")) for p in ("tcp", "udp"))
 
 
 def is_capture_chain(name: str) -> bool:
@@ -88,6 +93,7 @@ def interfaces_of(rulesets: Iterable[Ruleset]) -> frozenset[str]:
 def _sift(loaded: Ruleset, evidence: Evidence, *, ours: bool) -> Ruleset:
     marks = TPROXY_MARKS | diverted_marks(loaded)
     present = _has_capture_chain(loaded)
+    rails = GUARD_RAILS if present and are_rails_up(loaded) else frozenset()
     tables = []
     for table in loaded.tables:
         chains = []
@@ -96,6 +102,8 @@ def _sift(loaded: Ruleset, evidence: Evidence, *, ours: bool) -> Ruleset:
                 chains += [chain] if ours else []
                 continue
             owned = _owned(table.name, chain, marks, present, evidence)
+            if table.name == "filter":
+                owned |= {i for i, rule in enumerate(chain.rules[:2]) if rule in rails}
             rules = tuple(r for i, r in enumerate(chain.rules) if (i in owned) is ours)
             if rules or not ours:
                 chains.append(replace(chain, rules=rules))
@@ -140,6 +148,12 @@ def is_ambient(loaded: Ruleset) -> bool:
 
 def _has_capture_chain(loaded: Ruleset) -> bool:
     return any(is_capture_chain(c.name) for table in loaded.tables for c in table.chains)
+
+
+def are_rails_up(loaded: Ruleset) -> bool:
+    """Tell whether istio-iptables was killed while its guard rails stood: nothing gets through."""
+    chains = [loaded.chain("filter", name) for name in BUILTIN_CHAINS["filter"]]
+    return all(chain is not None and set(chain.rules[:2]) == GUARD_RAILS for chain in chains)
 
 
 def diverted_marks(loaded: Ruleset) -> frozenset[int]:
@@ -212,7 +226,7 @@ def _bare(chain: Chain | None, option: str) -> dict[int, str]:
 
 
 def _shaped(table: str, rule: Rule, marks: frozenset[int], present: bool) -> bool:
-    if rule.target is None:
+    if rule.target is None or _is_of_another(rule):
         return False
     if table == "mangle":
         return _tproxy_shaped(rule, marks)
@@ -221,6 +235,11 @@ def _shaped(table: str, rule: Rule, marks: frozenset[int], present: bool) -> boo
     if table == "nat":
         return _dns_redirect_shaped(rule) or (present and _dns_exemption_shaped(rule))
     return False
+
+
+def _is_of_another(rule: Rule) -> bool:
+    """Whether a comment says that another mesh, whose rules look the same, has written a rule."""
+    return owner_of_comments(v for o in rule.options("comment") for v in o.values) is not None
 
 
 def _tproxy_shaped(rule: Rule, marks: frozenset[int]) -> bool:

@@ -240,6 +240,35 @@ def test_what_istio_init_made_is_taken_out(netns: str, case: IstioInit, flavour:
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
+def test_guard_rails_of_a_killed_istio_init_are_taken_out_with_its_rules(
+    netns: str, flavour: str
+) -> None:
+    tool = f"iptables-{flavour}"
+    for table in ("nat", "filter"):
+        inside(netns, tool, "-t", table, "-S")
+    inside(netns, tool, "-A", "INPUT", "-p", "tcp", "--dport", "9", "-j", "DROP")
+    before = inside(netns, tool, "-S")
+    inside(netns, tool, "-t", "nat", "-N", "ISTIO_OUTPUT")
+    for chain in ("INPUT", "FORWARD", "OUTPUT"):
+        for protocol in ("tcp", "udp"):
+            inside(netns, tool, "-I", chain, "1", "-p", protocol, "-j", "DROP")
+    assert "drop all TCP and UDP" in command("scan", "--netns", netns)[1]
+    release(netns)
+    assert inside(netns, tool, "-S") == before
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_redirect_of_dns_by_another_mesh_stays(netns: str, flavour: str) -> None:
+    tool = f"iptables-{flavour}"
+    comment = ("-m", "comment", "--comment", "kuma/mesh/transparent/proxy/dns")
+    port = ("-p", "udp", "--dport", "53", "-j", "REDIRECT", "--to-ports", "15053")
+    inside(netns, tool, "-t", "nat", "-A", "OUTPUT", *comment, *port)
+    before = inside(netns, tool, "-t", "nat", "-S", "OUTPUT")
+    release(netns)
+    assert inside(netns, tool, "-t", "nat", "-S", "OUTPUT") == before
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_copies_that_istio_init_piled_up_are_taken_out(netns: str, flavour: str) -> None:
     legacy_made(netns)
     before = state(netns)
