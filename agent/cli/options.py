@@ -230,7 +230,9 @@ def add_capture_options(parser: argparse.ArgumentParser, *, without: str) -> Non
             extra["metavar"] = setting.key.upper()
         group.add_argument(*setting.flags, help=_help(setting), **extra)
     group.add_argument("--settings", metavar="FILE", help="YAML file with settings by name")
-    group.add_argument("--pod-manifest", metavar="FILE", help="settings from a pod's annotations")
+    group.add_argument(
+        "--pod-manifest", metavar="FILE", help="settings from a pod's annotations (-: stdin)"
+    )
     parser.add_argument(
         "--mode",
         choices=MODES,

@@ -62,12 +62,12 @@ def load_all(path: str) -> list[Any]:
 
 
 def contents(path: str) -> bytes:
-    """Return the bytes of a file.
+    """Return the bytes of a file; `-` is standard input.
 
     Raises: InvalidSettings if it cannot be read or is too large.
     """
     try:
-        with Path(path).open("rb") as file:
+        with Path("/dev/stdin" if path == "-" else path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else error

@@ -29,6 +29,7 @@ from agent.model.values import (
 
 PROBE_SOURCE_V4: Address = ipaddress.ip_address(numbers.PROBE_SOURCE_V4)
 PROBE_SOURCE_V6: Address = ipaddress.ip_address(numbers.PROBE_SOURCE_V6)
+OWN_PORTS = (numbers.STATUS_PORT, numbers.HEALTH_PORT, numbers.ENVOY_METRICS_PORT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,9 @@ class Settings:
                 "only DNS is captured: no inbound ports (--istio-inbound-ports) and no outbound "
                 "ranges or ports (--istio-service-cidr, --istio-outbound-ports) are included"
             )
-        if self.inbound_ports_exclude and not self.inbound_ports_include.everything:
+        # The proxy's own ports are excluded by every istio-init and plugin, whatever is included.
+        holes = {*self.inbound_ports_exclude} - {span for p in OWN_PORTS for span in one(p)}
+        if holes and not self.inbound_ports_include.everything:
             found.append(
                 "inbound_ports_exclude has no effect: it only narrows inbound_ports_include '*'"
             )

@@ -1,5 +1,6 @@
 """The command line as its contract has it: JSON shapes, exit codes, names and their precedence."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agent.model.annotations import MODE
 from tests.support.conformance import BACKENDS, FLAGS, ROOT, SHORT, cli, cli_process, loaded
 from tests.support.netns import inside, path_of, snapshot
 
@@ -237,6 +239,18 @@ def test_variable_of_istio_sets_its_setting(
         first, last = names
         assert planned(environment={first: OPPOSITE[value], last: value})[key] == expected
         assert planned(environment={first: value, last: OPPOSITE[value]})[key] is False
+
+
+def test_manifest_may_come_by_standard_input() -> None:
+    done = subprocess.run(
+        (sys.executable, "-m", "agent.cli.main", "plan", "--pod-manifest", "-", "--output", "json"),
+        cwd=ROOT,
+        input=f"kind: Pod\nmetadata: {{name: a, annotations: {{{MODE}: TPROXY}}}}",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["settings"]["inbound_interception_mode"] == "TPROXY"
 
 
 def test_switch_of_an_empty_variable_is_not_given() -> None:

@@ -212,3 +212,19 @@ def test_whatever_comes_in_is_taken_or_refused_by_sentences(raw: dict[str, objec
     else:
         assert parse(dump(settings)) == settings
     assert not any("\n" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "said"),
+    [
+        ("80", "15090,15021,15020", False),
+        ("", "15020", False),
+        ("*", "22", False),
+        ("80", "15020,22", True),
+    ],
+)
+def test_exclusions_are_idle_beside_a_list_and_those_of_the_proxy_are_not_told(
+    include: str, exclude: str, said: bool
+) -> None:
+    settings = parse({"inbound_ports_include": include, "inbound_ports_exclude": exclude})
+    assert any("inbound_ports_exclude" in text for text in settings.warnings()) is said
