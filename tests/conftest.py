@@ -96,6 +96,18 @@ def static_cni(tmp_path_factory: pytest.TempPathFactory) -> Program:
     return build(tmp_path_factory.mktemp("cni"))
 
 
+@pytest.fixture(autouse=True)
+def turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a test that is marked `alone` while no other one does, in whatever process."""
+    if os.geteuid() != 0 or request.node.get_closest_marker("netns") is None:
+        yield
+        return
+    with open("/run/intercept-agent-tests-turn.lock", "w") as lock:
+        alone = request.node.get_closest_marker("alone") is not None
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+
+
 # --- netns tests: skipped on a laptop without root, never in CI ----------------------------------
 
 

@@ -514,6 +514,7 @@ def load_balancer(flags: int) -> Iterator[None]:
 PREORDER = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 15)
 
 
+@pytest.mark.alone
 def test_a_program_that_runs_first_is_named(netns: str) -> None:
     with load_balancer(bpf_loader.BPF_F_PREORDER if PREORDER else 0):
         capture(netns)
@@ -523,6 +524,7 @@ def test_a_program_that_runs_first_is_named(netns: str) -> None:
     assert checked(netns).in_sync
 
 
+@pytest.mark.alone
 def test_a_program_that_was_there_before_runs_after(netns: str) -> None:
     """On kernels that can be asked for it (6.15); on others it is named, too."""
     with load_balancer(0):
