@@ -1,8 +1,9 @@
 """The API server's part in the daemon, where there is one: who listens, and what it is told."""
 
 import os
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from agent.cli.parts import Parts
@@ -27,6 +28,7 @@ class ApiServer:
     parts: Parts
     roster: Roster
     reconciler: Reconciler
+    started: float = field(default_factory=time.time)
 
     @property
     def cluster(self) -> "Cluster | None":
@@ -54,6 +56,7 @@ class ApiServer:
             moved=moved,
             ready=ready,
             uncaptured=self.reconciler.runs_uncaptured,
+            started=self.started,
             own_namespace=own_namespace(),
         )
 

@@ -190,6 +190,7 @@ class Late:
             self.cache,
             self.events,
             lambda _: self.uncaptured,
+            started=time.time(),
             own_namespace="mesh-system",
             delete_every_s=0.5,
         )

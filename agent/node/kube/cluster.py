@@ -45,6 +45,7 @@ class Cluster:
             self._source.cache,
             around.events,
             around.uncaptured,
+            started=around.started,
             own_namespace=around.own_namespace,
         )
 
@@ -71,8 +72,13 @@ class Cluster:
                 group.create_task(keeper.run())
 
     def _announcer(self) -> Announcer:
-        connected = lambda: self._source.connected  # noqa: E731
-        return Announcer(self._client, self._around.feed, self.node, self._subject, connected)
+        return Announcer(
+            self._client,
+            self._around.feed,
+            self.node,
+            subject=self._subject,
+            connected=lambda: self.connected,
+        )
 
     def _subject(self, label: str) -> Subject | None:
         if label == HOST:

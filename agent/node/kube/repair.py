@@ -8,7 +8,6 @@ server; and never many at a time.
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,18 +54,19 @@ class Repair:
         events: Events,
         still: Callable[[str], bool],
         *,
+        started: float,
         own_namespace: str = "",
-        started: float | None = None,
         delete_every_s: float = DELETE_EVERY_S,
     ) -> None:
-        """`still` tells whether a pod is uncaptured yet; `started` is when the agent was."""
+        """`still` tells whether the pod of a key is uncaptured yet; `started` is when the agent
+        was, in seconds since the epoch."""
         self._client = client
         self._config = config
         self._cache = cache
         self._events = events
         self._still = still
         self._protected = PROTECTED | {own_namespace}
-        self._started = time.time() if started is None else started
+        self._started = started
         self._delete_every_s = delete_every_s
         self._cases: dict[str, Case] = {}
         self._told: dict[str, str] = {}
@@ -122,21 +122,22 @@ class Repair:
         while True:
             await self._news.wait()
             self._news.clear()
-            for key, case in list(self._cases.items()):
+            while self._cases:
+                key, case = next(iter(self._cases.items()))
                 try:
                     done = await self._do(case)
                 except ApiRefused as error:
+                    done = False
                     self._told.pop(case.key, None)  # and tried again with the next look
                     log.warning("a pod is not repaired", extra={"cause": str(error)})
                 except ApiError as error:
                     log.warning("a pod is not repaired yet", extra={"cause": str(error)})
-                    self._news.set()
                     await asyncio.sleep(RETRY_S)
-                    break
-                else:
-                    if done and case.action == DELETE:
-                        await asyncio.sleep(self._delete_every_s)
-                self._cases.pop(key, None)
+                    continue
+                if self._cases.get(key) is case:
+                    del self._cases[key]
+                if done and case.action == DELETE:
+                    await asyncio.sleep(self._delete_every_s)
 
     async def _do(self, case: Case) -> bool:
         """Do it, unless it is not needed any more; tell whether it was done. Raises: ApiError."""
@@ -152,9 +153,9 @@ class Repair:
                 await self._client.send("DELETE", path, wanted)
             else:
                 value = "true" if case.action == MARK else None
+                (self._marked.add if case.action else self._marked.discard)(pod.title)
                 patch = {"metadata": {"uid": pod.uid, "labels": {LABEL: value}}}
                 await self._client.send("PATCH", path, patch, MERGE_PATCH)
-                (self._marked.add if case.action else self._marked.discard)(pod.title)
         except ApiRefused as error:
             if error.status in (NOT_FOUND, CONFLICT):  # it is another one by now, or gone
                 return False
