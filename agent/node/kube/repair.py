@@ -139,6 +139,12 @@ class Repair:
                 if done and case.action == DELETE:
                     await asyncio.sleep(self._delete_every_s)
 
+    def _tell_once(self, case: Case) -> None:
+        """Tell that a pod is deleted: before it is gone, and not again with each attempt."""
+        if self._told.get(case.known.pod.uid) != case.why:
+            self._told[case.known.pod.uid] = case.why
+            self._events.add("deleted", case.known.pod.title, case.why)
+
     async def _do(self, case: Case) -> bool:
         """Do it, unless it is not needed any more; tell whether it was done. Raises: ApiError."""
         pod = case.known.pod
@@ -147,7 +153,7 @@ class Repair:
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
         try:
             if case.action == DELETE:
-                self._events.add("deleted", pod.title, case.why)
+                self._tell_once(case)
                 options = {"kind": "DeleteOptions", "apiVersion": "v1"}
                 wanted = {**options, "preconditions": {"uid": pod.uid}}
                 await self._client.send("DELETE", path, wanted)
