@@ -27,6 +27,7 @@ def sweep(base: Path) -> None:
     stray = list(_strays(base))
     _kill(_inits(base))
     _kill(_processes(str(base / "containerd.sock")))  # the shims; they ignore SIGTERM
+    _kill(_members(base.name))  # of containers without a process namespace of their own
     for path in stray:
         path.unlink(missing_ok=True)
     for mount in sorted(_mounts_below(base), reverse=True):
@@ -54,6 +55,18 @@ def _inits(base: Path) -> Iterator[int]:
     for task in _tasks(base):
         with contextlib.suppress(OSError, ValueError):
             yield int((task / "init.pid").read_text())
+
+
+def _cgroups(name: str) -> list[Path]:
+    """Return the node's own cgroup in every hierarchy."""
+    return [*Path("/sys/fs/cgroup").glob(f"*/{name}"), Path("/sys/fs/cgroup", name)]
+
+
+def _members(name: str) -> Iterator[int]:
+    for top in _cgroups(name):
+        for listed in top.rglob("cgroup.procs"):
+            with contextlib.suppress(OSError):
+                yield from map(int, listed.read_text().split())
 
 
 def _strays(base: Path) -> Iterator[Path]:
@@ -95,10 +108,9 @@ def _mounts_below(base: Path) -> list[str]:
 
 
 def _remove_cgroups(name: str) -> None:
-    """Remove the node's own cgroup in every hierarchy; its processes take a moment to leave it."""
-    tops = [*Path("/sys/fs/cgroup").glob(f"*/{name}"), Path("/sys/fs/cgroup", name)]
+    """Remove the node's cgroups; its processes take a moment to leave them."""
     deadline = time.monotonic() + GRACE_S
-    for top in tops:
+    for top in _cgroups(name):
         while top.is_dir() and time.monotonic() < deadline:
             for folder, _, _ in os.walk(top, topdown=False):
                 with contextlib.suppress(OSError):
