@@ -43,7 +43,9 @@ class Faults:
     silent: bool = False  # take connections and never answer
     deaf_watches: bool = False  # agree to watches and tell nothing more
     cut_every_watch: bool = False  # end each in the middle of its first line
-    garbage: list[bytes] = field(default_factory=list)  # lines that watches say first, once each
+    garbage: list[bytes] = field(
+        default_factory=list
+    )  # what the watch of pods says first, once each
     page: int = 0  # pieces are no larger than this
     chop: int = 0  # send so many bytes at a time
     lie: list[Document] = field(default_factory=list)  # objects that are in every list besides
@@ -345,7 +347,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         while faults.deaf_watches:
             time.sleep(0.05)
-        while faults.garbage:
+        while faults.garbage and resource == "pods":
             self._chunk(faults.garbage.pop(0))
         event: Document | None = first
         while True:
