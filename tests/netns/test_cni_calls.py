@@ -183,8 +183,8 @@ def test_pod_whose_annotations_the_runtime_does_not_pass(agent: Agent, netns: st
 @pytest.mark.parametrize(
     ("tampering", "said"),
     [
-        ("flush chain inet intercept-agent nat-PREROUTING", "nat: -A PREROUTING"),
-        ("insert rule inet intercept-agent nat-OUTPUT accept", "nat: -A OUTPUT"),
+        ("flush chain inet intercept-agent nat-PREROUTING", "nat: chain PREROUTING: "),
+        ("insert rule inet intercept-agent nat-OUTPUT accept", "nat: chain OUTPUT: "),
         ("delete table inet intercept-agent", "+ nftables ipv4 nat: -A PREROUTING -p tcp -j"),
     ],
     ids=["flushed", "inserted", "deleted"],
