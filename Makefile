@@ -62,21 +62,24 @@ bench: $(VENV)/installed ## measure how long things take on this machine (root)
 cni-static: | system ## build the CNI plugin for nodes without Python: build/intercept-cni
 	$(MAKE) -C deploy/cni
 
-# On a plain host: a virtual environment of its own at PREFIX, and the units. Packages are made with
+# On a plain host: a virtual environment of its own at PREFIX, the command in BINDIR, and the units. Packages are made with
 # DESTDIR. Of the locks only what runs is installed; setuptools is there while python-iptables is built.
 PREFIX ?= /opt/intercept-agent
+BINDIR ?= /usr/local/bin
 SYSCONFDIR ?= /etc
 UNITDIR ?= /etc/systemd/system
 HOME_BIN = $(DESTDIR)$(PREFIX)/bin
 install: PACKAGES := $(INSTALLED)
 
-install: install-units | system ## install on this host, with PREFIX, SYSCONFDIR, UNITDIR and DESTDIR (root)
+install: install-units | system ## install on this host, with PREFIX, BINDIR, SYSCONFDIR, UNITDIR and DESTDIR (root)
 	$(PYTHON) -m venv --clear $(DESTDIR)$(PREFIX)
 	$(HOME_BIN)/python -m pip install --quiet --require-hashes -r requirements-build.lock
 	$(HOME_BIN)/python -m pip install --quiet --require-hashes --no-build-isolation -r requirements-runtime.lock
 	$(HOME_BIN)/python -m pip install --quiet --no-deps --no-build-isolation .
 	$(HOME_BIN)/python -m pip uninstall --quiet --yes -r requirements-build.lock pip
 	sed -i '1s|^#!$(DESTDIR)|#!|' $(HOME_BIN)/intercept-*
+	install -d $(DESTDIR)$(BINDIR)
+	ln -sf $(PREFIX)/bin/intercept-agent $(DESTDIR)$(BINDIR)/
 	@echo 'Installed. To start it: systemctl enable --now intercept-agent'
 
 install-units: ## install the units of systemd and a first configuration alone

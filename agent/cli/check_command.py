@@ -9,6 +9,7 @@ from agent.capture.check import Report, check
 from agent.capture.inputs import Target, settings_for
 from agent.capture.probing.probe import Outcome, ProbeResult, passed, probe
 from agent.cli import output
+from agent.cli.advice import apply_command
 from agent.cli.apply_command import add_backend_option
 from agent.cli.options import add_capture_options, given_settings, guarded, whole
 from agent.cli.target import add_netns_option, opened
@@ -19,6 +20,8 @@ EXAMPLES = """examples:
   intercept-agent check --netns web                    against what was applied there
   intercept-agent check --netns web -i '*' -b 80       against these settings
   intercept-agent check --netns web --probe            and prove it with real connections
+
+exit code: 0 in sync, 1 differences or failed probes
 """
 VERBOSE = "say on stderr what it is compared with"
 WITHOUT = (
@@ -44,13 +47,20 @@ def run(arguments: argparse.Namespace) -> int:
             raw, origin = _applied(target, arguments.mode)
         else:
             raw, origin = record.as_applied(target.netns, raw), "the settings given here"
-        settings = settings_for(guarded(raw, arguments), target)
+        raw = guarded(raw, arguments)
+        settings = settings_for(raw, target)
         if arguments.verbose:
             print(f"{target.name}: compared with {origin}: {dump(settings)}", file=sys.stderr)
         report = check(target.netns, settings, backend=arguments.backend)
         probes = probe(target.netns, settings) if arguments.probe else ()
         with output.printing():
-            _print(target, report, probes, arguments)
+            _print(
+                target,
+                report,
+                probes,
+                arguments,
+                apply_command(target.name, raw, arguments.backend),
+            )
     return 0 if report.in_sync and passed(probes) else 1
 
 
@@ -71,6 +81,7 @@ def _print(
     report: Report,
     probes: tuple[ProbeResult, ...],
     arguments: argparse.Namespace,
+    applies: str,
 ) -> None:
     if arguments.output == "json":
         document = to_json(target, report)
@@ -90,8 +101,9 @@ def _print(
         print(f"{target.name}: {output.paint('in sync', output.GREEN)} ({report.backend})")
     else:
         found = output.count(len(report.differences) + len(report.foreign), "difference")
-        mends = "; `intercept-agent apply` puts it right" if report.differences else ""
-        print(f"{target.name}: {output.paint(found, output.RED)} ({report.backend}){mends}")
+        print(f"{target.name}: {output.paint(found, output.RED)} ({report.backend})")
+        if report.differences:
+            print(f"{'':<8}-> {applies}")
     failed = sum(result.outcome is Outcome.FAILED for result in probes)
     if failed:
         lost = output.paint(f"{output.count(failed, 'probe')} failed", output.RED)

@@ -25,9 +25,11 @@ EXAMPLES = """examples:
   intercept-agent clean --netns web --dry-run          show what would go
   intercept-agent clean --host --only kube-proxy       ask, then remove
   intercept-agent clean --all --yes -o json            every pod of the node, not the node itself
-  intercept-agent clean --restore /var/lib/intercept-agent/backups/clean-20261130-120000.txt
+  intercept-agent clean --restore /var/lib/intercept-agent/backups/clean-20261130-120000-42.txt
+
 What cannot be put back (others' eBPF, CNI files, what nobody can read) is shown by scan and left
 by clean.
+
 exit code: 0 done or nothing to do, 1 --dry-run and there is something
 """
 

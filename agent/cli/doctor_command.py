@@ -19,6 +19,8 @@ from agent.node import config
 EXAMPLES = """examples:
   intercept-agent doctor
   intercept-agent doctor --config /etc/intercept-agent/config.yaml -o json
+
+exit code: 0 the agent can work here, 1 something keeps it from working
 """
 
 

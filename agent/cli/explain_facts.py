@@ -5,19 +5,17 @@ Reads only, and leaves no trace.
 
 import asyncio
 import os
-import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
 
 from agent.backends.session import reading
 from agent.capture import gate, record
 from agent.capture.check import compare
 from agent.capture.inputs import Target, settings_for
 from agent.capture.observe import hidden, observe
-from agent.cli.options import SETTINGS
+from agent.cli.advice import apply_command
 from agent.cli.pod_facts import Found, PodFinder
 from agent.cli.pod_lookup import PREFIX
 from agent.cli.seeing import Seen
@@ -75,7 +73,8 @@ def _no_pod(target: str, finder: PodFinder) -> str:
     if not (namespace and slash and name):
         return f"{target} is not a pod: write {PREFIX}NAMESPACE/NAME"
     if not finder.asked:
-        return f"{target} cannot be looked up: {'; '.join(finder.unseen)}"
+        unseen = "; ".join(finder.unseen)
+        return f"{target} cannot be looked up: {unseen}; `intercept-agent run` starts the agent"
     return f"there is no pod {name} of the namespace {namespace} on this node"
 
 
@@ -105,7 +104,11 @@ class _Reader:
         self._processes()
         self._certificates()
         if self._facts.state is None and self._facts.pod is None and self._facts.listeners is None:
-            raise EnvironmentLacks("; ".join(self._seen.unseen))  # nothing at all could be seen
+            if os.geteuid():  # nothing at all could be seen, and for one reason
+                raise EnvironmentLacks(
+                    "explain enters the namespace, which needs root; run this as root"
+                )
+            raise EnvironmentLacks("; ".join(self._seen.unseen))
         return replace(self._facts, unseen=(*unseen, *self._seen.unseen))
 
     # --- what should be ---------------------------------------------------------------------------
@@ -130,7 +133,7 @@ class _Reader:
         facts = replace(
             self._facts,
             recorded=str(record.file_of(self._netns)) if self._record is not None else "",
-            applies=_command(self._facts.target, raw),
+            applies=apply_command(self._facts.target, raw),
         )
         if wanted is not None:
             target = Target(self._netns, facts.path)
@@ -216,41 +219,3 @@ def _sources(facts: Facts, wanted: _Wanted) -> dict[str, str]:
     whom = Pod(namespace="", name="", labels=said.labels, annotations=said.annotations)
     of_pod = names.given if mode == SIDECAR else ambient_pod.given
     return {one.key: one.source for one in of_pod(whom)}
-
-
-# --- commands -------------------------------------------------------------------------------------
-
-
-def _command(target: str, raw: Mapping[str, object]) -> str:
-    """Return the command that captures a namespace like this."""
-    words = ["intercept-agent", "apply", "--netns", target]
-    plain = {key: _text(value) for key, value in raw.items()}
-    mode = plain.pop("mode", SIDECAR)
-    words += ["--mode", mode] if mode != SIDECAR else []
-    default = {key: _text(value) for key, value in dump(parse({"mode": mode})).items()}
-    servers = [plain.pop(f"dns_servers_v{v}", "") for v in (4, 6)]
-    guard = plain.pop("guard", "off")
-    for key in ("gate", "init_cgroups"):
-        plain.pop(key, None)  # a running agent's alone
-    for key in ("proxy_uid", "proxy_gid"):
-        default[key] = "1337"
-    whole = {key: _text(value) for key, value in manifests.DEFAULTS.items()}
-    given = {key: value for key, value in plain.items() if value != default.get(key)}
-    if given.get("enable_ipv6") in ("true", "auto"):
-        del given["enable_ipv6"]
-    for setting in SETTINGS if given != whole or any(servers) else ():
-        if setting.key in given:
-            words += [setting.flags[0], given[setting.key]]
-    if guard != "off":
-        words += ["--guard", guard]
-    if any(servers):
-        words += ["--dns-servers", ",".join(server for server in servers if server)]
-    return shlex.join(words)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (list, tuple)):
-        return ",".join(str(item) for item in value)
-    return "" if value is None else str(value)

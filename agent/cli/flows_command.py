@@ -35,6 +35,7 @@ EXAMPLES = """examples:
   intercept-agent flows shop/web --uid 1000
   intercept-agent flows web --port 443,8443 --bypassed
   intercept-agent flows -o json --for 60               one JSON document a line, for a minute
+
 what became of a connection:
   proxied      it was given to the proxy, on the port that is said
   exempt       a setting leaves it alone, which is named

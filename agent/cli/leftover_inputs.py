@@ -27,7 +27,7 @@ OWN = "host"
 
 
 def add_options(parser: argparse.ArgumentParser, *, many: bool) -> None:
-    where = parser.add_argument_group("where (default for scan: --all)")
+    where = parser.add_argument_group("where (default: --all)" if many else "where (one of these)")
     where.add_argument(
         "--netns",
         metavar="NS",

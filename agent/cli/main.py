@@ -16,18 +16,18 @@ COMMANDS = {
     "check": "tell whether a namespace is captured as it should be",
     "remove": "take a capture out of a namespace",
     "trace": "walk one packet through the loaded rules",
-    "proxy": "ask the proxy of a pod: ready, listeners, clusters, certs",
-    "doctor": "tell what on this node keeps the agent from working, or may",
     "explain": "tell on one page whether a pod is captured, why, and what to do",
     "flows": "watch connections of pods as they are made, and what becomes of them",
+    "proxy": "ask the proxy of a pod: ready, listeners, clusters, certs",
+    "validate": "lint manifests: decisions, settings and mistakes, without a cluster",
     "scan": "find what somebody left behind on this node",
     "clean": "take out what a scan finds, and put it back",
+    "doctor": "tell what on this node keeps the agent from working, or may",
     "run": "run the agent of this node",
-    "pods": "list the pods that the running agent knows",
     "status": "show how the running agent is",
-    "cni": "install, remove or check the CNI plugin of this node",
+    "pods": "list the pods that the running agent knows",
     "events": "show what happened to pods",
-    "validate": "lint manifests: decisions, settings and mistakes, without a cluster",
+    "cni": "install, remove or check the CNI plugin of this node",
 }
 
 
@@ -52,9 +52,12 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=package.NAME,
         description="Steers the traffic of mesh pods into their sidecar proxy, and proves it.",
+        epilog=f"`{package.NAME} COMMAND --help` shows the options of a command, with examples.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands"
+    )
     for name, summary in COMMANDS.items():
         if name != wanted:
             commands.add_parser(name, help=summary)

@@ -20,6 +20,8 @@ EXAMPLES = """examples:
   intercept-agent plan -i '*' -b '*' --format restore
   intercept-agent plan --pod-manifest web.yaml --format nft
   intercept-agent plan --netns web -i 10.0.0.0/8       + would be added, - removed, ~ moved
+
+exit code: 0, or with --netns 1 if there are differences
 """
 VERBOSE = "say on stderr which settings were used"
 TABLE = "intercept-agent"

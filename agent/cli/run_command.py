@@ -11,7 +11,7 @@ from agent.node import config
 
 EXAMPLES = """examples:
   intercept-agent run                                  with the defaults, as root
-  intercept-agent run --config /etc/intercept-agent.yaml
+  intercept-agent run --config /etc/intercept-agent/config.yaml
 """
 
 

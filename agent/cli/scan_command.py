@@ -12,6 +12,7 @@ EXAMPLES = """examples:
   intercept-agent scan --host                          the node's own namespace, CNI, eBPF
   intercept-agent scan --netns web pod:shop/cart-1     these only
   intercept-agent scan -o json
+
 exit code: 0 nothing found, 1 something found
 """
 VERBOSE = "list every object"

@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"  {reason}")
     for source in found["sources"]:
         word = "connected" if source["connected"] else "not connected"
-        print(f"source {source['name']}: {word}; {source['detail']}")
+        told = f"{source['name']}: {source['detail']}" in found["pending"]
+        print(f"source {source['name']}: {word}" + ("" if told else f"; {source['detail']}"))
     if found["cni"]:
         word = f"in {found['cni']['file']}" if found["cni"]["present"] else found["cni"]["reason"]
         print(f"cni entry: {word}")

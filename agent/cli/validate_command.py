@@ -1,6 +1,7 @@
 """Lint manifests: which of their pods are captured, how, and every mistake with its line."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,6 +21,8 @@ EXAMPLES = """examples:
   intercept-agent validate --mode ambient -f shop.yaml     a Namespace with its pods
   helm template . | intercept-agent validate -f - -o json
   intercept-agent validate -n shop -f namespace.yaml -f web.yaml
+
+exit code: 0 no errors, 1 errors, or warnings with --strict
 """
 VERBOSE = "show the settings of every captured pod"
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -133,7 +136,7 @@ def _print(report: Report, *, verbose: bool) -> None:
         print(_verdict(document))
         if verbose and document.settings is not None:
             for key, value in document.settings.items():
-                print(f"    {key}: {value}")
+                print(f"    {key}: {json.dumps(value)}")
     for problem in report.problems:
         print(_problem(problem))
     others = len(report.documents) - len(pods)

@@ -222,7 +222,7 @@ def _join_fork(name: str, parts: Mapping[str, tuple[Rule, ...]]) -> tuple[Rule, 
             others, forked, after = others[:-1], forked[:-1], parts[REST]
         if (after or REST not in parts) and others == without_socket(forked):
             return (*before, *forked, *after)
-    torn = [_pseudo("--fork", sorted(parts))]
+    torn = [_pseudo("--fork", [f"{name}/{part}" if part else name for part in sorted(parts)])]
     for suffix in sorted(parts):
         torn += parts[suffix]
     return tuple(torn)

@@ -10,7 +10,7 @@ from agent.model.ruleset import Rule
 ODD = {
     "--base": "none of ours, or hooked or filled otherwise than we write it:",
     "--rule": "a rule of others:",
-    "--fork": "in parts that do not belong together:",
+    "--fork": "in parts that do not fit together:",
     "--flags": "our table has flags:",
     "--object": "our table holds something else:",
 }

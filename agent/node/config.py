@@ -118,16 +118,26 @@ def load(path: str | None, environment: Mapping[str, str] | None = None) -> Conf
     Raises: InvalidSettings with every mistake; an unknown key names the nearest known one.
     """
     raw: dict[str, Any] = dict(documents.load_mapping(path)) if path else {}
-    _from_environment(raw, os.environ if environment is None else environment)
+    variables = _from_environment(raw, os.environ if environment is None else environment)
     reader = _Reader(raw)
     config = reader.read()
     if reader.problems:
-        raise InvalidSettings(tuple(reader.problems))
+        raise InvalidSettings(tuple(_placed(each, path, variables) for each in reader.problems))
     return config
 
 
-def _from_environment(raw: dict[str, Any], environment: Mapping[str, str]) -> None:
-    """Take INTERCEPT_SOCKET, INTERCEPT_HEALTH_PORT and so on; lists are comma separated."""
+def _placed(problem: str, path: str | None, variables: Mapping[str, str]) -> str:
+    """Return a problem with where its key was given: the file, or the variable that won."""
+    where = variables.get(problem.partition(":")[0]) or path
+    return f"{problem} (in {where})" if where else problem
+
+
+def _from_environment(raw: dict[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+    """Take INTERCEPT_SOCKET, INTERCEPT_HEALTH_PORT and so on; lists are comma separated.
+
+    Return the variable of each key that was taken from one.
+    """
+    taken = {}
     for key, inner in KNOWN.items():
         if key == "static":
             continue
@@ -135,6 +145,7 @@ def _from_environment(raw: dict[str, Any], environment: Mapping[str, str]) -> No
             variable = PREFIX + "_".join(part for part in (key, name) if part).upper()
             if variable not in environment:
                 continue
+            taken[".".join(part for part in (key, name) if part)] = variable
             value: object = environment[variable]
             if key == "exclude_namespaces":
                 value = [item.strip() for item in environment[variable].split(",") if item.strip()]
@@ -142,6 +153,7 @@ def _from_environment(raw: dict[str, Any], environment: Mapping[str, str]) -> No
                 raw[key] = value
             elif isinstance(raw.setdefault(key, {}), dict):
                 raw[key][name] = value
+    return taken
 
 
 class _Reader:
@@ -155,7 +167,7 @@ class _Reader:
         for key in self._raw:
             if key not in KNOWN:
                 hint = documents.nearest(key, KNOWN)
-                self.problems.append(f"configuration: {key}: no such key{hint}")
+                self.problems.append(f"{key}: no such key{hint}")
         fresh = Config()
         capture = self._choice("capture", CAPTURES, fresh.capture)
         ambient = self._ambient(fresh.ambient)

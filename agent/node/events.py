@@ -1,11 +1,14 @@
 """What happened to pods, for people: a bounded list, newest last, that can be followed."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from agent.node.feed import Change
+
+log = logging.getLogger(__name__)
 
 KEPT = 1000
 
@@ -34,10 +37,11 @@ class Events:
         self._added = asyncio.Event()
 
     def add(self, kind: str, pod: str, message: str) -> Event:
-        """Add an event and wake whoever waits for one."""
+        """Add an event, log it, and wake whoever waits for one."""
         self._number += 1
         event = Event(number=self._number, time=self._clock(), kind=kind, pod=pod, message=message)
         self._kept.append(event)
+        log.info(kind, extra={"pod": pod, "said": message})
         self._publish(Change("event", asdict(event)))
         self._added.set()
         self._added = asyncio.Event()

@@ -61,7 +61,7 @@ class StaticSource:
             path = path_of(pod.netns)
             identity = identity_of(path)
             if identity is None:
-                absent.append(f"{pod.name}: {path} is not a network namespace")
+                absent.append(f"{pod.name}: there is no network namespace at {path}")
                 continue
             record = PodRecord(
                 namespace=NAMESPACE,

@@ -62,6 +62,20 @@ def test_commands_show_what_the_agent_knows(
         assert "captured       shop/web: captured by nftables" in shown(capsys, "events")
 
 
+def test_what_the_agent_waits_for_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = {"cri": {"endpoint": f"unix://{tmp_path}/none.sock"}}
+    agent = Agent(tmp_path, **absent)
+    with contextlib.ExitStack() as ends:
+        ends.callback(agent.kill)
+        agent.start(ready=False)
+        said = shown(capsys, "status", "--socket", str(agent.socket))
+    assert said.startswith("not ready\n  cri: no container runtime answers (")
+    assert said.count("there is no such socket") == 1
+    assert "source cri: not connected\n" in said
+
+
 def test_events_are_followed_until_the_agent_ends(tmp_path: Path, netns: str) -> None:
     with running(tmp_path, backend="nftables") as agent, following(agent) as command:
         assert command.stdout is not None

@@ -1,6 +1,7 @@
 """The command line as its contract has it: JSON shapes, exit codes, names and their precedence."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -121,6 +122,20 @@ def test_check_says_what_differs_and_where(netns: str) -> None:
     (difference,) = done.document["differences"]
     assert (difference["sign"], difference["table"], difference["chain"]) == ("+", "nat", "OUTPUT")
     assert "-A OUTPUT -j ISTIO_OUTPUT" in difference["text"]
+
+
+@pytest.mark.parametrize("given", [(), ("-b", "80", "-o", "5432")])
+def test_check_advises_the_command_that_puts_it_right_and_keeps_the_settings(
+    netns: str, given: tuple[str, ...]
+) -> None:
+    cli("apply", "--netns", netns, "--backend", "nftables", *given)
+    before = snapshot(netns)
+    inside(netns, "nft", "flush", "chain", "inet", "intercept-agent", "v4-nat-ISTIO_OUTPUT")
+    done = cli("check", "--netns", netns)
+    assert "parts that do not fit together: { ISTIO_OUTPUT, ISTIO_OUTPUT/rest" in done.stdout
+    (advised,) = (line for line in done.stdout.splitlines() if line.strip().startswith("-> "))
+    assert cli(*shlex.split(advised)[2:]).code == 0
+    assert snapshot(netns) == before
 
 
 def test_plan_gives_the_rule_model_of_both_families() -> None:

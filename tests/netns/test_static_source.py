@@ -43,7 +43,7 @@ def test_path_that_appears_later_is_seen_and_one_that_goes_is_gone() -> None:
             await seen.until(lambda: seen.snapshots == 1)
             assert seen.updates == [Snapshot(source="static", pods=())]
             await asyncio.sleep(0)
-            assert "is not a network namespace" in source.detail
+            assert "there is no network namespace at" in source.detail
             run("ip", "netns", "add", name)
             await seen.until(lambda: seen.names() == {"box"})
             run("ip", "netns", "del", name)

@@ -125,6 +125,19 @@ def test_ambient_pods_have_the_settings_of_the_node_and_static_ones_their_own_to
     assert db == {"mode": "sidecar", "inbound_ports_include": "5432"}
 
 
+def test_mistake_is_told_with_the_file_or_the_variable_that_it_stands_in(tmp_path: Path) -> None:
+    path = written(tmp_path, "gaurd: off\nmode: alert\nhealth: {port: x}\nstatus: {port: y}")
+    with pytest.raises(InvalidSettings) as refused:
+        load(path, {"INTERCEPT_MODE": "fix", "INTERCEPT_STATUS_PORT": "z"})
+    wrong = "is not a port from 0 (off) to 65535"
+    assert set(refused.value.problems) == {
+        f"gaurd: no such key; did you mean guard? (in {path})",
+        "mode: 'fix' is none of observe, alert, repair (in INTERCEPT_MODE)",
+        f"health.port: 'x' {wrong} (in {path})",
+        f"status.port: 'z' {wrong} (in INTERCEPT_STATUS_PORT)",
+    }
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

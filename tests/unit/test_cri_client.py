@@ -343,6 +343,18 @@ def test_runtime_that_comes_back_is_used_again_without_a_second_of_back_off(path
     asyncio.run(main())
 
 
+def test_where_no_runtime_is_the_sockets_are_named_and_the_key_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    monkeypatch.setattr("agent.node.cri.endpoint.USUAL", (a, b))
+    with pytest.raises(RuntimeAbsent) as refused:
+        asyncio.run(CriClient(None).connect())
+    said = str(refused.value)
+    assert f"({a}, {b}: there is no such socket)" in said
+    assert "cri.endpoint" in said
+
+
 def test_waiting_for_a_socket_that_is_not_there_yet(path: Path) -> None:
     async def main() -> None:
         client = CriClient(str(path))

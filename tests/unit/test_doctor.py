@@ -214,6 +214,11 @@ def test_what_the_agent_can_work_with_is_no_more_than_a_warning(
     assert list(bad(found)) == [kind]
 
 
+def test_plugin_is_not_to_be_installed_before_there_is_a_cni_to_chain_it_into() -> None:
+    found = diagnose(node(cni=Cni(folder="/d", exists=True, differences=("no configuration",))))
+    assert of(found, "cni").fix == "intercept-agent cni install, once the base CNI is there"
+
+
 def test_port_that_somebody_else_has_matters_only_while_the_agent_does_not_run() -> None:
     taken = (Ports(what="health", address="127.0.0.1", port=15021, holder="nc (PID 8)"),)
     found = diagnose(node(agent=None, ports=taken))

@@ -137,6 +137,14 @@ def test_document_for_machines_has_the_keys_that_are_promised() -> None:
     } <= set(document)
 
 
+def test_namespace_that_is_named_in_the_configuration_has_no_log_at_a_cluster() -> None:
+    agent = AgentView(state="in-sync", backend="nftables", text="it is named in the configuration")
+    pod = PodFacts(namespace="static", name="build", agent=agent)
+    found = one(explain(facts(pod=pod, listeners=STOPPED)), "blackhole")
+    assert found.means.endswith("start it, or take it out of the agent's configuration")
+    assert found.fix == ""
+
+
 # --- what is not as it should be ------------------------------------------------------------------
 
 

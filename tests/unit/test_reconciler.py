@@ -1,6 +1,7 @@
 """The reconciler, against a worker that does as it is told: what it writes, says, tries again."""
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -200,6 +201,19 @@ def test_failure_is_told_once_and_tried_again_until_it_works() -> None:
         await scene.until(lambda: pod.state == "in-sync")
 
     assert play(part).kinds() == ["failed", "captured"]
+
+
+def test_events_stand_in_the_log_too(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+
+    play(part)
+    (line,) = (vars(record) for record in caplog.records if record.msg == "captured")
+    assert line["pod"] == WISH.label
+    assert line["said"].startswith("captured by ")
 
 
 def test_job_of_a_worker_that_died_is_asked_for_again_at_once() -> None:

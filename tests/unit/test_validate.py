@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agent.formats.pod import PLACES
 from agent.lint.report import Severity
@@ -721,6 +722,16 @@ def test_warnings_fail_only_if_strict_and_errors_always() -> None:
     assert run("-f", "-", "--strict", stdin=warned).returncode == 1
     assert run("-f", "-", "--strict", stdin=template("Pod")).returncode == 0
     assert run("-f", "-", stdin="kind: [").returncode == 1
+
+
+def test_settings_are_shown_as_yaml_has_them() -> None:
+    pod = template("Pod", annotations=f"{{{names.INCLUDE_INBOUND}: '80,443'}}")
+    shown = yaml.safe_load(
+        run("-v", "-f", "-", stdin=pod).stdout.partition("\n")[2].rpartition("1 d")[0]
+    )
+    assert shown["inbound_ports_include"] == ["80", "443"]
+    assert shown["outbound_ip_ranges_include"] == "*"
+    assert shown["redirect_dns"] is False
 
 
 def test_table_names_file_and_line_for_an_editor(tmp_path: Path) -> None:

@@ -231,7 +231,8 @@ def _cni(facts: NodeFacts) -> Iterator[Finding]:
             seen=f"{where}; {'; '.join(cni.differences)}",
             means="a pod can send before it is captured: the plugin is not in the chain as it "
             "should be",
-            fix="intercept-agent cni install",
+            fix="intercept-agent cni install"
+            + ("" if cni.file else ", once the base CNI is there"),
         )
     else:
         yield Finding(kind="cni", severity=OK, seen=where)

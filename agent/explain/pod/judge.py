@@ -210,15 +210,19 @@ def _blackhole(seen: Explanation) -> Iterator[Finding]:
     ports = " and ".join(sorted({str(flow.port) for flow in lost}))
     where = lost[0].result.partition(", ")[2]
     ways = ", ".join(dict.fromkeys(flow.direction for flow in lost))
-    remove = f"intercept-agent remove --netns {seen.facts.target}"
-    kept = seen.should_be is not False and seen.facts.pod is not None
+    fix = f"intercept-agent remove --netns {seen.facts.target}"
+    means = "start it, or take the capture out:"
+    if seen.should_be is not False and seen.facts.pod is not None:
+        if seen.reason == labels.NAMED:  # by the configuration of the agent, which keeps it
+            means, fix = "start it, or take it out of the agent's configuration", ""
+        else:
+            means, fix = "its log says why:", labels.proxy_command(seen.facts)
     yield Finding(
         kind="blackhole",
         severity=Severity.CRITICAL,
         seen=f"new connections ({ways}) are sent to {ports}, {where}",
-        means="the proxy is stopped or not ready yet"
-        + ("; its log says why:" if kept else "; start it, or take the capture out:"),
-        fix=labels.proxy_command(seen.facts) if kept else remove,
+        means=f"the proxy is stopped or not ready yet; {means}",
+        fix=fix,
     )
 
 
@@ -235,7 +239,7 @@ def _differs(seen: Explanation) -> Iterator[Finding]:
             "of two backends the one that was programmed last handles a packet; the other one's "
             "rules come back into force when that one is removed"
             if twice
-            else f"what is loaded is not what {facts.origin or 'its settings'} ask for"
+            else f"what is loaded does not agree with {facts.origin or 'its settings'}"
         ),
         fix=facts.applies,
     )

@@ -117,16 +117,20 @@ class CriClient:
             if self._transport is not None and self._runtime is not None:
                 return self._runtime
             worst: CriError | None = None
-            absent = []
+            absent: dict[str, list[str]] = {}
             for path in self._paths:
                 if reason := endpoint.unreachable(path):
-                    absent.append(f"{path}: {reason}")
+                    absent.setdefault(reason, []).append(path)
                     continue
                 try:
                     return await self._open(path)
                 except CriError as error:
                     worst = worst or error
-            raise worst or RuntimeAbsent(f"no container runtime answers ({'; '.join(absent)})")
+            tried = "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in absent.items())
+            raise worst or RuntimeAbsent(
+                f"no container runtime answers ({tried}); the key cri.endpoint names its socket, "
+                "or is none where there is no runtime"
+            )
 
     async def wait_for_socket(self) -> bool:
         """Return once somebody listens on one of the sockets; whether that took any waiting.
