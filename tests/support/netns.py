@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "it-"
+# An address on trial (DAD) comes into its own a second after a test began to look.
+NO_TRIAL = "for one in all default; do echo 0 >/proc/sys/net/ipv6/conf/$one/accept_dad; done"
 
 
 def run(*command: str, stdin: str | None = None, check: bool = True) -> str:
@@ -25,10 +27,11 @@ def inside(namespace: str, *command: str, stdin: str | None = None, check: bool 
 
 @contextlib.contextmanager
 def namespace(label: str = "t", *, lo_up: bool = True) -> Iterator[str]:
-    """Make a namespace `it-LABEL-RANDOM`, yield its name, and remove it."""
+    """Make a namespace `it-LABEL-RANDOM` without trial of addresses, yield its name, remove it."""
     name = f"{PREFIX}{label}-{secrets.token_hex(3)}"
     try:
         run("ip", "netns", "add", name)
+        inside(name, "sh", "-c", NO_TRIAL)
         if lo_up:
             run("ip", "-n", name, "link", "set", "lo", "up")
         yield name
