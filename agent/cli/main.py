@@ -36,7 +36,15 @@ VERBOSE = "say more on stderr"
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}; see `{self.prog} --help`\n")
+        more = " See" if message.endswith("?") else "; see"
+        self.exit(2, f"error: {message}{more} `{self.prog} --help`\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Say which words are not understood, and what the first was probably meant to be."""
+        from agent.formats.documents import nearest  # only a mistake waits for what reads YAML
+
+        hint = nearest(unknown[0].partition("=")[0], self._option_string_actions)
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 class _Version(argparse.Action):
@@ -93,7 +101,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         arguments, unknown = _parser(command).parse_known_args(_completed(command, given))
         if unknown:
-            arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+            arguments.parser.refuse(unknown)
         code = 0
         with output.printing():
             code = int(arguments.run(arguments))

@@ -53,6 +53,21 @@ def test_unexpected_error_is_one_sentence_and_a_code_of_its_own(
     assert flag or len(said.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--istio-inbound-portz=80", "=80; did you mean --istio-inbound-ports? See `intercept-"),
+        ("80", "unrecognized arguments: 80; see `intercept-agent plan --help`"),
+    ],
+)
+def test_flag_that_is_misspelt_is_told_with_the_one_that_was_meant(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", word])
+    assert said in capsys.readouterr().err
+
+
 def test_start_of_a_command_does_not_look_the_version_up() -> None:
     code = "import sys; from agent.cli.main import main; main(['plan'])"
     code += "; sys.exit('importlib.metadata' in sys.modules)"
