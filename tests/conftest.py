@@ -15,6 +15,10 @@ from tests.support.cni_program import Program, build
 from tests.support.ebpf import own_pins
 from tests.support.netns import PREFIX, namespace
 
+# A child that is forked, as one for another user is, would die of gRPC's own handlers if a test has
+# used gRPC before (grpc/grpc#43055). It looks at this when it is imported.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 # Folders under tests/ in which every test needs root and a real kernel.
 KERNEL_FOLDERS = frozenset({"netns", "containerd", "e2e"})
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import socket
 import struct
 import subprocess
@@ -121,15 +120,14 @@ def started(
     if path:
         environment["PATH"] = f"{path}:{os.environ['PATH']}"
     return subprocess.Popen(
-        (sys.executable, "-m", "agent.cli.main", *arguments),
+        # Whoever runs the tests in the background of a shell has them ignore an interrupt.
+        ("env", "--default-signal=INT", sys.executable, "-m", "agent.cli.main", *arguments),
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if stderr == subprocess.PIPE else subprocess.DEVNULL,
         stderr=stderr,
         text=True,
-        # Whoever runs the tests in the background of a shell has them ignore an interrupt.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
