@@ -18,7 +18,7 @@ from agent.leftovers.clean import Planned
 from agent.leftovers.finding import Kind
 from agent.leftovers.node import Node
 from agent.leftovers.scan import Subject
-from agent.model.errors import EnvironmentLacks, InvalidSettings, NamespaceRefused
+from agent.model.errors import Declined, InvalidSettings, NamespaceRefused
 from agent.model.wanted import Known
 
 EXAMPLES = """examples:
@@ -189,7 +189,7 @@ def _report(arguments: argparse.Namespace, planned: Sequence[Planned], lines: li
 def _ask(arguments: argparse.Namespace, lines: list[str]) -> bool:
     """Return if the removal may be made: whether anybody was asked.
 
-    Raises: InvalidSettings if nobody can be, EnvironmentLacks for a no.
+    Raises: InvalidSettings if nobody can be, Declined for a no.
     """
     if arguments.yes:
         return False
@@ -206,7 +206,7 @@ def _ask(arguments: argparse.Namespace, lines: list[str]) -> bool:
     except EOFError:
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
-        raise EnvironmentLacks("nothing was removed: the answer was no")
+        raise Declined("nothing was removed: the answer was no")
     return True
 
 

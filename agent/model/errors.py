@@ -1,8 +1,8 @@
 """Every error that is raised on purpose, and the exit code that the command line gives it.
 
 Each leaf answers one question for the caller: was anything touched? Codes are those of the
-contract: 2 bad input, 3 the environment lacks something, 4 the kernel refused part way and all was
-rolled back.
+contract: 1 there are findings, 2 bad input, 3 the environment lacks something, 4 the kernel refused
+part way and all was rolled back.
 """
 
 from typing import ClassVar
@@ -38,6 +38,12 @@ class StateUnreadable(EnvironmentLacks):
 
 class ConnectionsAtRisk(EnvironmentLacks):
     """A change would reset connections that are open, and nothing can spare them."""
+
+
+class Declined(AgentError):
+    """Somebody was asked and said no: what was found is still there, and nothing was touched."""
+
+    exit_code = 1
 
 
 class KernelRejected(AgentError):

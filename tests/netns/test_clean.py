@@ -2,7 +2,10 @@
 
 import contextlib
 import json
+import os
+import pty
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -454,3 +457,25 @@ def test_of_a_backup_of_several_namespaces_only_its_own_part_goes_into_one_that_
         code, _, err = command("clean", "--restore", path, "--netns", two)
         assert code == 0, err
         assert (everything(two), everything(netns)) == (whole, empty)
+
+
+def test_a_no_on_the_terminal_leaves_everything_and_says_that_it_is_there(
+    netns: str, backups: Path
+) -> None:
+    kube_proxy(netns)
+    before = state(netns)
+    ours, theirs = pty.openpty()
+    line = ("clean", "--netns", netns, "--backup-dir", str(backups))
+    command = (sys.executable, "-m", "agent.cli.main", *line)
+    try:
+        with subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True
+        ) as process:
+            os.close(theirs)
+            os.write(ours, b"n\n")
+            _, err = process.communicate(timeout=60)
+    finally:
+        os.close(ours)
+    assert process.returncode == 1
+    assert err.endswith("error: nothing was removed: the answer was no\n")
+    assert state(netns) == before
