@@ -99,6 +99,10 @@ def _apiserver(folder: Path, etcd: str) -> Iterator[int]:
     options = {
         "etcd-servers": etcd,
         "bind-address": "127.0.0.1",
+        # Else it looks for a default route, which a machine for tests need not have.
+        "advertise-address": "127.0.0.1",
+        "endpoint-reconciler-type": "none",
+        "allow-privileged": "true",
         "secure-port": port,
         "tls-cert-file": folder / "tls.crt",
         "tls-private-key-file": folder / "tls.key",
