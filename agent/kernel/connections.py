@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Iterator
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -19,9 +17,6 @@ BACKLOG = 1024
 ACCEPTING_S = 0.02
 # What was sent last may still be on its way; after this it is not waited for.
 HANG_UP_S = 2.0
-
-SO_ATTACH_FILTER = 26  # asm-generic/socket.h
-TAKE_NOTHING = struct.pack("=HBBI", 0x06, 0, 0, 0)  # linux/filter.h: BPF_RET | BPF_K, no bytes
 
 
 class Connections:
@@ -79,14 +74,13 @@ class Connections:
         """End the server, and every connection that has not ended by itself within `patience_s`.
 
         Accepting stops first: a server that closes while a connection is half accepted leaves that
-        one's socket open (Python 3.11, Server._attach). Who would come between the last look and
-        the close finds nobody, tries again within a second, and is then with whoever listens next.
+        one's socket open (Python 3.11, Server._attach).
         """
         loop = asyncio.get_running_loop()
         for sock in server.sockets:
             loop.remove_reader(sock.fileno())
         await asyncio.sleep(ACCEPTING_S)
-        late = [_queued(sock) for sock in server.sockets] if patience_s else []
+        late = [_queued(sock.fileno()) for sock in server.sockets] if patience_s else []
         server.close()
         for client in itertools.chain(*late):
             self._tasks.add(asyncio.create_task(self._serve_late(client)))
@@ -108,14 +102,10 @@ async def _hang_up(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
 
-def _queued(server: socket.socket) -> list[socket.socket]:
-    """Accept whoever has connected by now; closing would cut them off. Nobody else gets in."""
+def _queued(fd: int) -> list[socket.socket]:
+    """Accept whoever has connected to a listening socket by now; closing it would cut them off."""
     found = []
-    with socket.socket(fileno=os.dup(server.fileno())) as listening, contextlib.suppress(OSError):
-        if listening.family != socket.AF_UNIX:
-            program = ctypes.create_string_buffer(TAKE_NOTHING)
-            filtering = struct.pack("@HP", 1, ctypes.addressof(program))
-            listening.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filtering)
+    with socket.socket(fileno=os.dup(fd)) as listening, contextlib.suppress(OSError):
         while True:
             client, _ = listening.accept()  # it does not wait: the socket is asyncio's
             client.setblocking(False)

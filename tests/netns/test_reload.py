@@ -130,7 +130,8 @@ def test_ports_move_in_place_even_onto_each_other(tmp_path: Path) -> None:
         wait_for(lambda: agent.get("health", "/healthz/live")[0] == 200)
         reload(agent, health={"address": "0.0.0.0", "port": status}, status={"port": 0})
         wait_for(lambda: agent.status()["health"] == f"http://0.0.0.0:{status}")
-        assert agent.get("health", "/healthz/live")[0] == 200
+        # Who connects in the very moment in which the old listener closes has to ask again.
+        wait_for(lambda: agent.get("health", "/healthz/live")[0] == 200)
         assert agent.status()["status"] is None
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", health))
