@@ -432,7 +432,8 @@ def test_daemon_captures_keeps_and_repairs(tmp_path: Path, netns: str) -> None:
         inside(netns, "ip", "addr", "add", "10.4.4.4/32", "dev", "lo")
         inside(netns, "ip", "route", "add", "10.5.0.0/16", "dev", "lo")
         wait_for(lambda: "drift-repaired" in agent.kinds())
-        assert agent.cni("CHECK", netns) == (0, None)
+        # On a slow machine the address is put right first, and the route by a second write.
+        wait_for(lambda: agent.cni("CHECK", netns) == (0, None))
 
 
 # --- a user namespace -----------------------------------------------------------------------------
