@@ -98,8 +98,10 @@ class Reconciler:
         if now == before:
             return
         self._mode, self._backend, self._guard, self._gate = now
+        # No guard is named in the other modes: the one that stands is left as it is.
+        otherwise = (backend, guard or before[2], gate) != before[1:]
         for pod in self.pods.values():
-            if now[1:] != before[1:] and pod.state != "drifted":
+            if otherwise and pod.state != "drifted":
                 pod.enrolled = False  # what differs because of another backend or guard is no drift
             pod.wish = replace(pod.wish)  # so that a look under way counts for nothing
             pod.pause_s, pod.failures = FIRST_PAUSE_S, 0

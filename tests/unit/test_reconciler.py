@@ -372,6 +372,20 @@ def test_other_words_are_gone_by_at_once_and_what_differs_then_is_no_drift() -> 
     assert play(part, captured=True).kinds() == ["captured"]
 
 
+def test_drift_right_after_a_mode_without_a_guard_of_its_own_is_drift() -> None:
+    async def part(scene: Scene) -> None:
+        scene.reconciler.configure(mode="repair", backend="auto", guard="standing")
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.state == "in-sync")
+        scene.jobs.captured = False  # before anybody has looked again
+        scene.reconciler.configure(mode="alert", backend="auto", guard=None)
+        await scene.until(lambda: pod.state == "drifted")
+        scene.reconciler.configure(mode="repair", backend="auto", guard="standing")
+        await scene.until(lambda: pod.state == "in-sync")
+
+    assert play(part, captured=True).kinds() == ["drift-found", "drift-repaired"]
+
+
 def test_every_change_of_a_pod_is_published_once() -> None:
     async def part(scene: Scene) -> None:
         pod = scene.reconciler.want(WISH)
