@@ -62,23 +62,24 @@ def apply(
     with writing(netns) as session:
         have = observe(session)
         chosen = registry.choose(backend, have, settings)
+        found = record.load(netns)
         if kept and settings.gate != gate.CLOSED:
-            settings = _with_gate(session, have, settings, chosen.name)
+            settings = _with_gate(session, have, settings, chosen.name, found)
         wanted = plan(settings)
         _refuse_unreadable(have, chosen)
         _refuse_hidden(session, have)
-        known, found = _known(netns, have)
+        known, standing = _known(found, have)
         native = registry.GUARD_BACKEND.missing() is None
         change = transition.prepare(
             session, have, lambda state: captured(state, wanted, chosen.name, known, native=native)
         )
         _refuse_lo_down(session, have, change.want)
         spared = Spared(netns)
-        if _is_first(netns, have) and chosen.name != EBPF and not dry_run:
+        if _is_first(found, have) and chosen.name != EBPF and not dry_run:
             spared.at_first(careful=careful)
         if not dry_run:
             new = record.Record(dump(settings), known.before or before_of(have))
-            with _recorded(netns, found, new):
+            with _recorded(netns, standing, new):
                 change.run(spared.before(before_step))
     return Result(
         backend=chosen.name,
@@ -129,12 +130,12 @@ class Spared:
         return both
 
 
-def _is_first(netns: Netns, have: NamespaceState) -> bool:
+def _is_first(found: record.Record | None, have: NamespaceState) -> bool:
     """Tell whether nothing captured this namespace before.
 
     What was opened while a capture was flushed got past the proxy, and is not spared.
     """
-    return not captures(have) and record.load(netns) is None
+    return not captures(have) and found is None
 
 
 def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_hook) -> Result:
@@ -146,7 +147,7 @@ def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_
     with writing(netns) as session:
         have = observe(session)
         _refuse_hidden(session, have)
-        known, _ = _known(netns, have)
+        known, _ = _known(record.load(netns), have)
         change = transition.prepare(session, have, lambda state: uncaptured(state, known))
         if not dry_run:
             change.run(before_step)
@@ -164,11 +165,14 @@ def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_
 
 
 def _with_gate(
-    session: Session, have: NamespaceState, settings: Settings, backend: str
+    session: Session,
+    have: NamespaceState,
+    settings: Settings,
+    backend: str,
+    found: record.Record | None,
 ) -> Settings:
     listeners = {found.local[1] for found in session.sockets.listeners("tcp")}
     ahead = {settings.proxy_port, settings.inbound_capture_port}
-    found = record.load(session.netns)
     there = tuple(one for one in settings.init_cgroups if cgroups.identity(one) is not None)
     settings = replace(settings, init_cgroups=there)
     return gate.settled(settings, have, found, backend, listening=bool(listeners & ahead))
@@ -196,13 +200,12 @@ def _refuse_hidden(session: Session, have: NamespaceState) -> None:
         raise StateUnreadable(f"{'; '.join(found)}; nothing was written")
 
 
-def _known(netns: Netns, have: NamespaceState) -> tuple[Known, record.Record | None]:
-    """Return what is known of the capture that stands here.
+def _known(found: record.Record | None, have: NamespaceState) -> tuple[Known, record.Record | None]:
+    """Return what is known of the capture that stands here, and its record.
 
     A record whose rules somebody flushed, or a removal that was killed took out, is stale but for
     what that leaves: routes and empty tables.
     """
-    found = record.load(netns)
     if found is None:
         return Known(), None
     known = found.known()

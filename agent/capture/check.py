@@ -63,10 +63,12 @@ def check(netns: Netns, settings: Settings, *, backend: str = "auto", kept: bool
     """
     with reading(netns) as session:
         have = observe(session)
+        found = record.load(netns)
         if kept:
-            settings = gate.as_applied(settings, have, record.load(netns))
-        report = compare(have, plan(settings), backend, _known(netns), settings)
-        bare = not captures(have) and have.enrolment is None and record.load(netns) is None
+            settings = gate.as_applied(settings, have, found)
+        known = found.known() if found else Known()
+        report = compare(have, plan(settings), backend, known, settings)
+        bare = not captures(have) and have.enrolment is None and found is None
         return replace(report, foreign=(*report.foreign, *hidden(session, have)), bare=bare)
 
 
@@ -87,11 +89,6 @@ def compare(
         passing=bool(settings.passing),
         guarded=name != EBPF and bool(wanted.guard) and not any(each.is_of_guard for each in found),
     )
-
-
-def _known(netns: Netns) -> Known:
-    found = record.load(netns)
-    return found.known() if found else Known()
 
 
 def foreign_ahead(have: NamespaceState, wanted: CapturePlan, backend: str) -> tuple[str, ...]:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from agent.model import catalogue
 from agent.model.owner import Owner
-from agent.model.plan import LocalRoute, PolicyRule, Route
-from agent.model.wanted import PASSTHROUGH
+from agent.model.plan import PASSTHROUGH, LocalRoute, PolicyRule, Route
 
 # Numbers that everybody takes who follows a guide: a route there says nothing of who made it.
 COMMON_TABLES = frozenset({100})

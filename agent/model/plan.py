@@ -89,6 +89,7 @@ class LoopbackAddress:
         return f"ip -{self.family.version} addr {verb} {self.address}/{self.prefix} dev lo"
 
 
+PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6.partition("/")[0])
 Route = PolicyRule | LocalRoute | LoopbackAddress
 
 
@@ -132,7 +133,7 @@ def routes(settings: Settings) -> tuple[Route, ...]:
         needed += [PolicyRule(f, mark, table, chosen, mask) for f in settings.families]
         return tuple(needed)
     if settings.enable_ipv6:
-        needed.append(LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6.partition("/")[0]))
+        needed.append(PASSTHROUGH)
     if settings.tproxy and settings.inbound_ports_include:
         mark, table = settings.inbound_tproxy_mark, settings.inbound_tproxy_route_table
         needed += [PolicyRule(family, mark, table) for family in settings.families]

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 
 from agent.model import numbers, owned
 from agent.model.enrolment import enrolment
-from agent.model.plan import WHOLE_MARK, CapturePlan, LocalRoute, LoopbackAddress, PolicyRule, Route
+from agent.model.plan import PASSTHROUGH, WHOLE_MARK, CapturePlan, LocalRoute, PolicyRule, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Ruleset, Rulesets, Table
 from agent.model.state import EBPF, GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
-
-PASSTHROUGH = LoopbackAddress(Family.IPV6, numbers.PASSTHROUGH_V6.partition("/")[0])
 
 Policy = tuple[int, int, int]
 """What a policy rule of a capture is about: mark, mask and table."""
