@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from agent.model import ambient_pod
 from agent.model import annotations as names
-from agent.model.mesh import inject_word, outside_the_mesh
+from agent.model.mesh import inject_word, outside_the_mesh, templates
 from agent.model.pod import INIT, PROXY, Namespace, Pod, Policy
 from agent.model.remarks import remarks
 from agent.model.values import AMBIENT, FALSE_WORDS, TRUE_WORDS, shown
@@ -193,7 +193,7 @@ def _as_listed(pod: Pod) -> str:
 
 
 def _proxy_disabled(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
-    if pod.containers is None and "grpc-agent" in _templates(pod):
+    if pod.containers is None and "grpc-agent" in templates(pod):
         return _by_template(pod, Reason.PROXY_DISABLED, "its proxy does not run")
     if pod.proxy is None or not names.switch(pod.proxy, names.DISABLE_ENVOY):
         return None
@@ -240,8 +240,8 @@ def _why_not_injected(pod: Pod, namespace: Namespace) -> str:
 def _proxy_type(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
     """Gateways and waypoints: their proxy serves others and takes nothing from its own pod."""
     if pod.containers is None:
-        templates = _templates(pod)
-        if "gateway" in templates and "sidecar" not in templates:
+        asked = templates(pod)
+        if "gateway" in asked and "sidecar" not in asked:
             return _by_template(pod, Reason.PROXY_TYPE, "it is a gateway")
         return None
     args = pod.proxy.args if pod.proxy else ()
@@ -252,11 +252,6 @@ def _proxy_type(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | No
         Reason.PROXY_TYPE,
         f"args of container {PROXY} are 'proxy' {shown(args[1])}: it is no sidecar",
     )
-
-
-def _templates(pod: Pod) -> frozenset[str]:
-    listed = (pod.annotation(names.TEMPLATES) or "").split(",")
-    return frozenset(item.strip() for item in listed)
 
 
 def _by_template(pod: Pod, reason: Reason, meaning: str) -> Decision | None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from agent.model import annotations as names
 from agent.model.decision import Decision, Reason, decide
+from agent.model.mesh import templates
 from agent.model.pod import PROXY, Container, Namespace, Pod, Policy
 from agent.model.values import TRUE_WORDS
 
@@ -58,11 +59,10 @@ def asks(pod: Pod, namespace: Namespace) -> str:
 
 
 def _injected(pod: Pod, variables: Mapping[str, str]) -> Pod:
-    listed = (pod.annotation(names.TEMPLATES) or "").split(",")
-    templates = frozenset(item.strip() for item in listed)
-    gateway = GATEWAY in templates and SIDECAR not in templates
+    asked = templates(pod)
+    gateway = GATEWAY in asked and SIDECAR not in asked
     env: dict[str, str | None] = {**variables}
-    if GRPC_AGENT in templates:
+    if GRPC_AGENT in asked:
         env[names.DISABLE_ENVOY] = "true"
     native = pod.annotation(NATIVE) in TRUE_WORDS
     written = pod.proxy

@@ -1,4 +1,4 @@
-"""What labels say of a pod's place in the mesh, as Istio's injector reads them."""
+"""What labels and annotations say of a pod's place in the mesh, as Istio's injector reads them."""
 
 from agent.model import annotations as names
 from agent.model.pod import Namespace, Pod
@@ -27,3 +27,9 @@ def inject_word(pod: Pod) -> tuple[str, str | None]:
     if label is not None:
         return "label", label
     return "annotation", pod.annotation(names.INJECT)
+
+
+def templates(pod: Pod) -> frozenset[str]:
+    """Return the templates that the pod asks the injector for."""
+    listed = (pod.annotation(names.TEMPLATES) or "").split(",")
+    return frozenset(item.strip() for item in listed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from agent.formats import documents
 from agent.model.errors import InvalidSettings
-from agent.model.pod import Policy
+from agent.model.pod import Policy, namespace_list
 from agent.model.settings import parse
 from agent.model.state import BACKENDS, EBPF
 from agent.model.values import AMBIENT, GATES, GUARDS, MAX_PORT, SIDECAR, BadValue, boolean
@@ -148,7 +148,7 @@ def _from_environment(raw: dict[str, Any], environment: Mapping[str, str]) -> di
             taken[".".join(part for part in (key, name) if part)] = variable
             value: object = environment[variable]
             if key == "exclude_namespaces":
-                value = [item.strip() for item in environment[variable].split(",") if item.strip()]
+                value = list(namespace_list(environment[variable]))
             if not name:
                 raw[key] = value
             elif isinstance(raw.setdefault(key, {}), dict):

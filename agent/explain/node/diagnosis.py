@@ -26,7 +26,6 @@ OTHER_MESHES = {
     "merbridge-cni": "Merbridge",
     "kmesh-cni": "Kmesh",
 }
-OURS = "intercept-cni"
 
 
 @dataclass(frozen=True, slots=True)
