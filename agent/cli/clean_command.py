@@ -11,7 +11,7 @@ from agent.capture import record
 from agent.cli import leftover_inputs, output
 from agent.kernel import namespaces, netns
 from agent.kernel.namespaces import Place
-from agent.kernel.netns import Netns, NetnsId
+from agent.kernel.netns import Netns
 from agent.leftovers import backup, clean
 from agent.leftovers.backup import Saved
 from agent.leftovers.clean import Planned
@@ -252,7 +252,7 @@ def _targets(saved: Sequence[Saved], arguments: argparse.Namespace) -> list[tupl
     with found:
         there = Subject(place=Place(found.id, found.path, name))
         _allowed([there], arguments)
-    same = [each for each in saved if (each.dev, each.ino) == (found.id.dev, found.id.ino)]
+        same = [each for each in saved if each.is_of(found)]
     if not same and len(saved) > 1:
         parts = ", ".join(each.name for each in saved)
         raise InvalidSettings((f"the backup is of {parts}, and {name} is none of these",))
@@ -265,13 +265,16 @@ def _place_of(saved: Saved, places: Sequence[Place], *, host: bool) -> Subject:
     With `host` it is the node's own. Raises: NamespaceRefused if that is gone.
     """
     own = netns.own_id()
-    wanted = NetnsId(saved.dev, saved.ino)
-    if host or wanted == own:
-        return Subject(place=Place(own, f"/proc/{os.getpid()}/ns/net", "host"), host=True)
+    node = Subject(place=Place(own, f"/proc/{os.getpid()}/ns/net", "host"), host=True)
+    if host:
+        return node
     for place in places:
-        if place.id == wanted:
-            return Subject(place=place)
+        if place.id == saved.id:
+            with Netns.open(place.path) as found:
+                if saved.is_of(found):
+                    return node if place.id == own else Subject(place=place)
+    gone = "is gone" if saved.birth else "cannot be told from one that was made later"
     raise NamespaceRefused(
-        f"the namespace {saved.name} that this was taken from is gone; name another by --netns to "
-        "put it there"
+        f"the namespace {saved.name} that this was taken from {gone}; name one by --netns to put "
+        "it there"
     )

@@ -32,6 +32,7 @@ INITIAL_NETNS_INODES = frozenset({0xEFFFFFF9, 0xF0000000})
 INITIAL_PIDNS_INODE = 0xEFFFFFFC  # linux/proc_ns.h PROC_PID_INIT_INO
 
 RUN_NETNS = Path("/run/netns")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -125,6 +126,14 @@ class Netns:
         if self._cookie is None:
             self.run(self.learn_cookie)
         return self._cookie
+
+    def birth(self) -> str | None:
+        """Return what no other namespace has or will have, also after a reboot; None before 5.14.
+
+        An inode's number is given out again, mostly to the very next namespace (seen on 6.18).
+        """
+        cookie = self.cookie()
+        return None if cookie is None else f"{BOOT_ID.read_text().strip()}:{cookie}"
 
     def learn_cookie(self) -> None:
         """Learn the cookie; for threads that are in the namespace already."""

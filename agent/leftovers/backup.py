@@ -15,6 +15,7 @@ from pathlib import Path
 
 from agent.formats.iptables_save import SaveTextError, parse_rule, render_rule
 from agent.kernel import files
+from agent.kernel.netns import Netns, NetnsId, own_id
 from agent.leftovers.removal import Cut, Removal, ordered
 from agent.model.errors import InvalidSettings
 from agent.model.plan import LoopbackAddress, PolicyRule, Route
@@ -48,13 +49,24 @@ class Section:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """What was taken from one namespace. `dev` and `ino` tell whether a namespace is the same."""
+    """What was taken from one namespace.
+
+    `birth` tells it from every other one (`Netns.birth`); None where the kernel, or the agent that
+    wrote the file, knew of none. The node's own is known by `id`, which outlives a reboot.
+    """
 
     name: str
-    dev: int
-    ino: int
+    id: NetnsId
+    birth: str | None
     host: bool
     sections: tuple[Section, ...]
+
+    def is_of(self, netns: Netns) -> bool:
+        """Tell whether this was taken from that namespace, and not from one with its number."""
+        if netns.id != self.id:
+            return False
+        of_node = self.host and netns.id == own_id()
+        return of_node or (self.birth is not None and self.birth == netns.birth())
 
 
 def sections(removed: Removal, sets: str, links: Sequence[str]) -> tuple[Section, ...]:
@@ -112,7 +124,13 @@ def render(saved: Sequence[Saved]) -> str:
     """Return the text of a backup."""
     lines = [FIRST_LINE, "# `intercept-agent clean --restore FILE` puts back what is in it."]
     for each in saved:
-        about = {"name": each.name, "dev": each.dev, "ino": each.ino, "host": each.host}
+        about = {
+            "name": each.name,
+            "dev": each.id.dev,
+            "ino": each.id.ino,
+            "birth": each.birth,
+            "host": each.host,
+        }
         lines.append(NAMESPACE + json.dumps(about))
         for section in each.sections:
             lines.append(f"{SECTION}{section.tool}: {LOADERS[section.tool]}")
@@ -182,10 +200,11 @@ def read(path: Path) -> tuple[Saved, ...]:
 
 
 def _namespace(about: Mapping[str, object]) -> Saved:
+    birth = about.get("birth")
     return Saved(
         name=str(about["name"]),
-        dev=int(str(about["dev"])),
-        ino=int(str(about["ino"])),
+        id=NetnsId(int(str(about["dev"])), int(str(about["ino"]))),
+        birth=None if birth is None else str(birth),
         host=bool(about["host"]),
         sections=(),
     )

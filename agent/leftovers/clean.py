@@ -88,6 +88,8 @@ def perform(
     """
     subject = planned.subject
     with _open(subject) as netns, writing(netns) as session:
+        if netns.birth() != planned.saved.birth:
+            raise _another(subject)
         now = _plan(session, subject, node, kinds, known_of(netns)).removal
         if now.lines() != planned.removal.lines():
             raise Moved(
@@ -123,8 +125,12 @@ def _open(subject: Subject) -> Netns:
     netns = Netns.open(subject.place.path)
     if netns.id != subject.place.id:
         netns.close()
-        raise Moved(f"{subject.place.name} is another namespace now; nothing was touched")
+        raise _another(subject)
     return netns
+
+
+def _another(subject: Subject) -> Moved:
+    return Moved(f"{subject.place.name} is another namespace now; nothing was touched")
 
 
 def _plan(
@@ -135,8 +141,8 @@ def _plan(
     gone = removal(seen, _takes(found), known)
     saved = Saved(
         name=subject.place.name,
-        dev=seen.id.dev,
-        ino=seen.id.ino,
+        id=seen.id,
+        birth=session.netns.birth(),
         host=subject.host,
         sections=(),
     )

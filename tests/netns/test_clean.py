@@ -4,15 +4,17 @@ import contextlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agent.backends.protocol import Step
 from agent.kernel.namespaces import Place
-from agent.kernel.netns import Netns
+from agent.kernel.netns import Netns, id_at
 from agent.leftovers import backup, clean
 from agent.leftovers.clean import Planned
 from agent.leftovers.node import Node
@@ -390,12 +392,34 @@ def test_a_write_that_is_refused_is_undone_with_all_before_it(netns: str, steps:
     assert everything(netns) == whole
 
 
-def test_a_backup_of_a_namespace_that_is_gone_is_not_put_elsewhere(backups: Path) -> None:
+@pytest.mark.parametrize("birth", [True, False], ids=["told", "of an older agent"])
+def test_a_backup_of_a_namespace_that_is_gone_is_not_put_into_one_with_its_number(
+    netns: str, backups: Path, birth: bool
+) -> None:
     with namespace() as name:
         load(name, left.KUBE_PROXY)
         path = cleaned(name, backups)
+        old = id_at(path_of(name))
+    now = id_at(path_of(netns))
+    assert old is not None
+    assert now is not None
+    text = path.read_text().replace(f'"ino": {old.ino}', f'"ino": {now.ino}')
+    path.write_text(text if birth else re.sub(r'"birth": "[^"]*", ', "", text))
+    before = state(netns)
     code, _, err = command("clean", "--restore", str(path))
-    assert (code, "is gone" in err) == (3, True)
+    assert (code, ("is gone" if birth else "cannot be told") in err) == (3, True)
+    assert state(netns) == before
+    code, _, err = command("clean", "--restore", str(path), "--netns", netns)
+    assert (code, state(netns) == before) == (0, False), err
+
+
+def test_a_namespace_that_was_made_anew_meanwhile_is_not_cleaned(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    found = planned(netns)
+    before = state(netns)
+    with pytest.raises(clean.Moved, match="another namespace"):
+        perform(replace(found, saved=replace(found.saved, birth="b0:7")), Until(99, Killed()))
+    assert state(netns) == before
 
 
 @pytest.mark.parametrize(

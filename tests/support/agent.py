@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from agent.cli.agent_client import AgentClient
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 INJECTED = {"sidecar.istio.io/status": "{}"}
 ARGS = "K8S_POD_UID=u1;K8S_POD_NAMESPACE=shop;IgnoreUnknown=1;K8S_POD_NAME=web"
 RESULT = {"cniVersion": "1.0.0", "ips": []}
+WORKER_S = 20.0
 
 
 def _ports() -> Iterator[int]:
@@ -112,10 +114,17 @@ class Agent:
         return code
 
     def kill(self) -> None:
-        """End it if it runs; for the end of a test."""
+        """End it if it runs, and return when its worker has ended, too; for the end of a test.
+
+        A worker that has a job in hand finishes it first, in folders that the test then takes away.
+        """
         if self.process is not None:
+            workers: list[psutil.Process] = []
+            with contextlib.suppress(psutil.Error):
+                workers = psutil.Process(self.process.pid).children(recursive=True)
             self.process.kill()
             self.process.wait()
+            psutil.wait_procs(workers, WORKER_S)
 
     def ask(self, do: str, **request: object) -> Any:
         with AgentClient(self.socket) as client:

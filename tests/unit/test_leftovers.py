@@ -215,7 +215,7 @@ def test_a_backup_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         backup.Section("iptables-nft", "*nat\nCOMMIT\n"),
         backup.Section("sh", "ip link set lo up\n"),
     )
-    saved = backup.Saved(name="a b", dev=4, ino=5, host=False, sections=sections)
+    saved = backup.Saved(name="a b", id=NetnsId(4, 5), birth="b0:7", host=False, sections=sections)
     written = backup.write(tmp_path / "b.txt", [saved])
     assert backup.read(tmp_path / "b.txt") == (saved,)
     assert len(written) == 3
