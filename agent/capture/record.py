@@ -23,10 +23,11 @@ from agent.model.settings import parse
 from agent.model.wanted import Before, Known
 
 VERSION = 1
+STATE_DIR = "INTERCEPT_STATE_DIR"
 
 
 def state_dir() -> Path:
-    return Path(os.environ.get("INTERCEPT_STATE_DIR") or "/run/intercept-agent/state")
+    return Path(os.environ.get(STATE_DIR) or "/run/intercept-agent/state")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,15 @@ from typing import Any
 from agent.cli.options import SETTINGS
 from agent.formats import pod as manifests
 from agent.model.settings import dump, parse
+from agent.model.state import EBPF
 from agent.model.values import SIDECAR
 
 
 def apply_command(target: str, raw: Mapping[str, object], backend: str = "auto") -> str:
-    """Return the command that captures a namespace like this."""
+    """Return the command that captures a namespace like this.
+
+    Where it is not by eBPF, a gate that is not closed is a running agent's, and left out.
+    """
     words = ["intercept-agent", "apply", "--netns", target]
     plain = {key: _text(value) for key, value in raw.items()}
     mode = plain.pop("mode", SIDECAR)
@@ -19,8 +23,8 @@ def apply_command(target: str, raw: Mapping[str, object], backend: str = "auto")
     default = {key: _text(value) for key, value in dump(parse({"mode": mode})).items()}
     servers = [plain.pop(f"dns_servers_v{v}", "") for v in (4, 6)]
     guard = plain.pop("guard", "off")
-    for key in ("gate", "init_cgroups"):
-        plain.pop(key, None)  # a running agent's alone
+    gate = plain.pop("gate", "closed")
+    plain.pop("init_cgroups", None)  # a running agent's alone
     for key in ("proxy_uid", "proxy_gid"):
         default[key] = "1337"
     whole = {key: _text(value) for key, value in manifests.DEFAULTS.items()}
@@ -32,6 +36,8 @@ def apply_command(target: str, raw: Mapping[str, object], backend: str = "auto")
             words += [setting.flags[0], given[setting.key]]
     if backend != "auto":
         words += ["--backend", backend]
+    if gate == "open" and backend == EBPF:
+        words += ["--gate", gate]
     if guard != "off":
         words += ["--guard", guard]
     if any(servers):

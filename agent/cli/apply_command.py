@@ -2,12 +2,14 @@
 
 import argparse
 import sys
+from dataclasses import replace
 
 from agent.capture.apply import Result, apply
 from agent.capture.inputs import Target, settings_for
 from agent.cli import output
 from agent.cli.options import WITHOUT, add_capture_options, raw_settings
 from agent.cli.target import add_netns_option, opened
+from agent.model.settings import widened
 from agent.model.state import BACKENDS, EBPF
 
 EXAMPLES = """examples:
@@ -43,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     with opened(arguments.netns) as target:
         settings = settings_for(raw, target)
         done = apply(target.netns, settings, backend=arguments.backend, dry_run=arguments.dry_run)
-    report(target, done, arguments, done_word="captured", already="already captured like this")
+    done = replace(done, warnings=(*widened(raw), *done.warnings))
+    word = "captured" if settings.captures else "set up to capture nothing"
+    report(target, done, arguments, done_word=word, already=f"already {word} like this")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from agent.capture import record
 from agent.capture.check import Report, check
@@ -13,7 +13,8 @@ from agent.cli.advice import apply_command
 from agent.cli.apply_command import add_backend_option
 from agent.cli.options import add_capture_options, given_settings, guarded, whole
 from agent.cli.target import add_netns_option, opened
-from agent.model.settings import dump
+from agent.model.settings import dump, widened
+from agent.model.state import EBPF
 from agent.model.values import SIDECAR
 
 EXAMPLES = """examples:
@@ -52,15 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.verbose:
             print(f"{target.name}: compared with {origin}: {dump(settings)}", file=sys.stderr)
         report = check(target.netns, settings, backend=arguments.backend)
+        report = replace(report, warnings=(*widened(raw), *report.warnings))
         probes = probe(target.netns, settings) if arguments.probe else ()
+        backend = EBPF if report.backend == EBPF else arguments.backend
         with output.printing():
-            _print(
-                target,
-                report,
-                probes,
-                arguments,
-                apply_command(target.name, raw, arguments.backend),
-            )
+            _print(target, report, probes, arguments, apply_command(target.name, raw, backend))
     return 0 if report.in_sync and passed(probes) else 1
 
 

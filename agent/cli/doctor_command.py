@@ -8,13 +8,13 @@ from dataclasses import asdict
 
 from agent.cli import output
 from agent.cli.agent_client import socket_path
+from agent.cli.configuration import configuration
 from agent.cli.doctor_facts import gather
 from agent.cli.seeing import print_findings
 from agent.explain.finding import Severity
 from agent.explain.node.backends import unusable
 from agent.explain.node.diagnosis import Diagnosis, diagnose
 from agent.model.state import BACKENDS
-from agent.node import config
 
 EXAMPLES = """examples:
   intercept-agent doctor
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = diagnose(gather(config.load(arguments.config), socket_path(arguments)))
+    found = diagnose(gather(configuration(arguments.config), socket_path(arguments)))
     if arguments.output == "json":
         output.print_json(to_json(found))
     else:

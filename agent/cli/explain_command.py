@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 
 from agent.cli import output
+from agent.cli.configuration import configuration
 from agent.cli.explain_facts import gather
 from agent.cli.pod_facts import PodFinder
 from agent.cli.pod_lookup import meant
@@ -17,7 +18,6 @@ from agent.explain.pod import flows, page
 from agent.explain.pod.judge import Explanation, explain
 from agent.explain.trace import not_walked, trace
 from agent.model.errors import EnvironmentLacks, InvalidSettings
-from agent.node import config
 
 EXAMPLES = """examples:
   intercept-agent explain shop/web                     a pod, as pod:shop/web
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.kind == FLOW and not arguments.to:
         raise InvalidSettings(("explain flow: say where to by --to ADDR:PORT",))
     packet = packet_of(arguments) if arguments.to else None
-    finder = PodFinder(config.load(arguments.config), arguments.pod_manifest)
+    finder = PodFinder(configuration(arguments.config), arguments.pod_manifest)
     facts = gather(meant(arguments.target), finder)
     if packet is None:
         return _page(explain(facts), arguments)

@@ -32,7 +32,7 @@ from agent.model.numbers import ENVOY_ADMIN_PORT
 from agent.model.plan import plan
 from agent.model.pod import Pod
 from agent.model.settings import dump, parse
-from agent.model.state import NamespaceState
+from agent.model.state import EBPF, NamespaceState
 from agent.model.values import SIDECAR
 from agent.model.wanted import Known
 from agent.proxy import ports
@@ -97,8 +97,11 @@ class _Reader:
         self._record = self._seen.part("the record", lambda: record.load(netns))
 
     def read(self, unseen: list[str]) -> Facts:
-        self._settings()
+        raw = self._settings()
         self._rules()
+        backend = EBPF if self._facts.backend == EBPF else "auto"
+        applies = apply_command(self._facts.target, raw, backend)
+        self._facts = replace(self._facts, applies=applies)
         host = self._seen.part("addresses and routes", lambda: read_host(self._netns))
         self._facts = replace(self._facts, host=host, name_servers=self._name_servers())
         self._processes()
@@ -125,7 +128,8 @@ class _Reader:
             return None
         return _Wanted(dict(self._record.settings), "what was applied here")
 
-    def _settings(self) -> None:
+    def _settings(self) -> Mapping[str, object]:
+        """Note the settings that should be in force, and return them as given."""
         wanted = self._wanted()
         raw = wanted.raw if wanted else manifests.DEFAULTS
         if self._record is not None:  # a guard that stands here is no matter of what is captured
@@ -133,7 +137,6 @@ class _Reader:
         facts = replace(
             self._facts,
             recorded=str(record.file_of(self._netns)) if self._record is not None else "",
-            applies=apply_command(self._facts.target, raw),
         )
         if wanted is not None:
             target = Target(self._netns, facts.path)
@@ -144,6 +147,7 @@ class _Reader:
                 sources=_sources(facts, wanted),
             )
         self._facts = facts
+        return raw
 
     # --- what is ----------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from agent.cli import output
+from agent.cli.configuration import configuration
 from agent.cli.pod_lookup import meant, netns_of, titles
 from agent.flows import render
 from agent.flows.event import Event, Lost, Ready
@@ -88,7 +89,7 @@ class _Wanted:
 
 def run(arguments: argparse.Namespace) -> int:
     wanted = _wanted(arguments)
-    known = config.load(arguments.config)
+    known = configuration(arguments.config)
     if os.geteuid() != 0:
         raise EnvironmentLacks("flows loads eBPF programs, which needs root; run this as root")
     names = partial(titles, known)

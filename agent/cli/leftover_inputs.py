@@ -5,9 +5,11 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from agent.cli import output
 from agent.cli.agent_client import AgentClient, AgentSays, socket_path
+from agent.cli.configuration import configuration
 from agent.cli.pod_lookup import netns_of, runtime_view
 from agent.kernel import namespaces, netns
 from agent.kernel.namespaces import Place
@@ -18,7 +20,6 @@ from agent.leftovers.scan import Progress, Subject
 from agent.model.decision import decide
 from agent.model.errors import EnvironmentLacks
 from agent.model.pod import Namespace
-from agent.node import config
 from agent.node.config import Config
 from agent.node.cri import endpoint
 from agent.node.roster import model_of
@@ -59,7 +60,7 @@ def require_root(what: str) -> None:
 
 def folders(arguments: argparse.Namespace) -> Folders:
     """Return where CNI's files are: by option, by the agent's configuration, or the usual ones."""
-    known = config.load(arguments.config)
+    known = configuration(arguments.config)
     return Folders.of(
         arguments.conf_dir or known.cni_conf_dir, arguments.bin_dir or known.cni_bin_dir
     )
@@ -76,7 +77,8 @@ def gather(arguments: argparse.Namespace) -> tuple[tuple[Subject, ...], Node, tu
     if arguments.host:
         found |= _keyed([Subject(place=_own_place(), host=True)])
     if arguments.netns:
-        found |= _keyed(_named(arguments.netns))
+        known = replace(configuration(arguments.config), socket=socket_path(arguments))
+        found |= _keyed(_named(arguments.netns, known))
     elif not arguments.host or arguments.all:
         paths = [path for path, _ in pods]
         found = _keyed(_every(namespaces.places(running, paths))) | found
@@ -94,9 +96,9 @@ def _own_place() -> Place:
     return Place(netns.own_id(), f"/proc/{os.getpid()}/ns/net", OWN)
 
 
-def _named(names: Iterable[str]) -> Iterator[Subject]:
+def _named(names: Iterable[str], known: Config) -> Iterator[Subject]:
     for name in names:
-        found, is_self = netns.open_target(netns_of(name))
+        found, is_self = netns.open_target(netns_of(name, known))
         with found:
             path = f"/proc/{os.getpid()}/ns/net" if is_self else found.path
             host = netns.node_reason(found, is_self=is_self) is not None
@@ -124,7 +126,7 @@ Told = tuple[str, PodFact]
 
 def _pods(arguments: argparse.Namespace) -> tuple[list[Told], tuple[str, ...]]:
     """Ask the running agent, or else the runtime; without either, labels are not known."""
-    known = config.load(arguments.config)
+    known = configuration(arguments.config)
     try:
         with AgentClient(socket_path(arguments)) as agent:
             return list(_told(agent.ask("pods"))), ()

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from agent.backends import registry
 from agent.capture.check import check
@@ -14,7 +14,7 @@ from agent.cli.options import WITHOUT, add_capture_options, raw_settings
 from agent.cli.target import add_netns_option, opened
 from agent.formats import iptables_save, nft_text
 from agent.model.plan import CapturePlan, plan
-from agent.model.settings import Settings, dump
+from agent.model.settings import Settings, dump, widened
 
 EXAMPLES = """examples:
   intercept-agent plan -i '*' -b '*' --format restore
@@ -47,10 +47,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"settings: {dump(settings)}", file=sys.stderr)
     if arguments.netns:
         return _difference(arguments, raw)
-    output.warn(settings.warnings())
+    warnings = (*widened(raw), *settings.warnings())
+    output.warn(warnings)
     wanted = plan(settings)
     if arguments.output == "json":
-        output.print_json(plan_json(settings, wanted))
+        output.print_json(plan_json(settings, wanted, warnings))
     elif arguments.format == "nft":
         print(nft_text.render_table(TABLE, wanted.rulesets), end="")
         if wanted.guard:
@@ -79,13 +80,15 @@ def _print_routes(wanted: CapturePlan) -> None:
         print(f"# routes: {route.command()}")
 
 
-def plan_json(settings: Settings, wanted: CapturePlan) -> dict[str, object]:
+def plan_json(
+    settings: Settings, wanted: CapturePlan, warnings: tuple[str, ...]
+) -> dict[str, object]:
     return {
         "settings": dump(settings),
         "rulesets": {family.value: asdict(r) for family, r in wanted.rulesets.items()},
         "guard": {family.value: asdict(r) for family, r in wanted.guard.items()},
         "routes": [route.command() for route in wanted.routes],
-        "warnings": list(settings.warnings()),
+        "warnings": list(warnings),
     }
 
 
@@ -93,6 +96,7 @@ def _difference(arguments: argparse.Namespace, raw: dict[str, object]) -> int:
     with opened(arguments.netns) as target:
         settings = settings_for(raw, target)
         report = check(target.netns, settings, backend=arguments.backend)
+        report = replace(report, warnings=(*widened(raw), *report.warnings))
         with output.printing():
             if arguments.output == "json":
                 output.print_json(to_json(target, report))

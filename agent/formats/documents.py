@@ -29,13 +29,22 @@ def load_mapping(path: str) -> Mapping[str, object]:
 def pod_settings(path: str, mode: str = SIDECAR) -> Mapping[str, object]:
     """Return the settings of the one pod (or pod template) in a manifest.
 
-    Raises: InvalidSettings with every mistake in its annotations.
+    Raises: InvalidSettings with every mistake in it, each with its line.
     """
-    for document in load_all(path):
-        for _, member in pod.members(document):
-            found = pod.pod_of(member)
-            if found is not None:
-                return pod.settings(found, mode)
+    for tree in _trees(path):
+        for top, member in pod.members(_plain(tree, path)):
+            place, found = pod.place_of_pod(member), pod.pod_of(member)
+            if place is None or found is None:
+                continue
+            settings, mistakes = pod.settings(found, mode)
+            if mistakes:
+                lines = (
+                    (yaml_tree.located(tree, (*top, *place, *note.at), key=note.key)[1], note.text)
+                    for note in mistakes
+                )
+                said = tuple(f"{shown_path(path)}, line {line}: {text}" for line, text in lines)
+                raise InvalidSettings(said)
+            return settings
     raise InvalidSettings((f"{path}: there is no Pod and nothing with a pod template in it",))
 
 
@@ -44,6 +53,12 @@ def load_all(path: str) -> list[Any]:
 
     Raises: InvalidSettings, naming the file, the line and what is wrong.
     """
+    found = (_plain(tree, path) for tree in _trees(path))
+    return [document for document in found if document is not None]
+
+
+def _trees(path: str) -> list[yaml_tree.Node]:
+    """Return the documents of a file that have content. Raises: InvalidSettings."""
     try:
         text = yaml_tree.decoded(contents(path))
         trees = [yaml_tree.read(piece, line, tags=False) for piece, line in yaml_tree.pieces(text)]
@@ -54,11 +69,14 @@ def load_all(path: str) -> list[Any]:
             for key, line, before in table.repeated:
                 said = f"{shown(key)} is given twice, first on line {before}"
                 raise InvalidSettings((f"{path}, line {line}: not YAML: {said}",))
+    return [tree for tree in trees if tree is not None]
+
+
+def _plain(tree: yaml_tree.Node, path: str) -> Any:
     try:
-        found = [yaml_tree.plain(tree, yaml_scalars.documented) for tree in trees]
+        return yaml_tree.plain(tree, yaml_scalars.documented)
     except ValueError as error:  # a number of thousands of digits
         raise InvalidSettings((f"{path}: not YAML: {error}",)) from error
-    return [document for document in found if document is not None]
 
 
 def contents(path: str) -> bytes:

@@ -5,8 +5,8 @@ from typing import Any
 
 from agent.formats import kube
 from agent.model import ambient_pod
-from agent.model.annotations import ANNOTATIONS, DEFAULTS, raw_settings
-from agent.model.note import Place
+from agent.model.annotations import ANNOTATIONS, DEFAULTS, mistakes, raw_settings
+from agent.model.note import Note, Place
 from agent.model.values import AMBIENT, SIDECAR
 
 __all__ = ["ANNOTATIONS", "DEFAULTS", "members", "place_of_pod", "pod_of", "settings"]
@@ -84,12 +84,16 @@ def pod_of(document: object) -> Mapping[str, Any] | None:
     return found if isinstance(found, Mapping) else None
 
 
-def settings(pod: Mapping[str, Any], mode: str = SIDECAR) -> dict[str, object]:
-    """Return the raw settings of a pod: its annotations, and its proxy container's environment.
+def settings(
+    pod: Mapping[str, Any], mode: str = SIDECAR
+) -> tuple[dict[str, object], tuple[Note, ...]]:
+    """Return the raw settings of a pod, and what is wrong with them or with its manifest.
 
-    Those of an ambient pod are what it says otherwise than its node's agent.
-
-    Raises: InvalidSettings if the manifest has another shape than a pod's.
+    They are its annotations, and its proxy container's environment; those of an ambient pod are
+    what it says otherwise than its node's agent.
     """
-    found = kube.pod(pod)
-    return ambient_pod.overrides(found) if mode == AMBIENT else raw_settings(found)
+    found, notes = kube.pod_and_mistakes(pod)
+    if mode == AMBIENT:
+        return ambient_pod.overrides(found), (*notes, *ambient_pod.mistakes(found))
+    raw = raw_settings(found)
+    return raw, (*notes, *mistakes(found, raw))

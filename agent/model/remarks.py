@@ -11,7 +11,7 @@ from agent.model.istio_names import BY_PREFIX
 from agent.model.note import Note
 from agent.model.numbers import PROXY_ID
 from agent.model.pod import MESH_CONTAINERS, PROXY, Container, Pod, parsable
-from agent.model.settings import Settings, parse
+from agent.model.settings import Settings, counts_as, parse
 from agent.model.values import (
     FALSE_WORDS,
     TRUE_WORDS,
@@ -289,16 +289,13 @@ def _masked(pod: Pod) -> Iterator[Note]:
     """Networks that are wider than they look: the kernel drops the bits behind the prefix."""
     for name in (names.INCLUDE_NETWORKS, names.EXCLUDE_NETWORKS):
         for item in (pod.annotation(name) or "").split(",")[:MAX_NETWORKS]:
-            text = item.strip()
-            if "/" not in text:
-                continue
-            meant = ipaddress.ip_interface(text)
-            if meant.ip != meant.network.network_address:
-                counts = network_text(meant.network)
+            if found := counts_as(item):
+                network, address = found
+                counts = network_text(network)
                 yield Note(
-                    message=f"annotation {name}: {shown(text)} has bits set behind its prefix and "
-                    f"counts as {counts}",
-                    hint=f"write {counts} or, for the one address, {address_text(meant.ip)}",
+                    message=f"annotation {name}: {shown(item.strip())} has bits set behind its "
+                    f"prefix and counts as {counts}",
+                    hint=f"write {counts} or, for the one address, {address_text(address)}",
                     at=names.annotation_at(name),
                 )
 

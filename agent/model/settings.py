@@ -122,13 +122,19 @@ class Settings:
             return numbers.LOOPBACK_V6
         return network_text(self.host_ipv4_loopback_cidr)
 
+    @property
+    def captures(self) -> bool:
+        """Whether they capture anything at all."""
+        outbound = self.outbound_ip_ranges_include or self.outbound_ports_include
+        return bool(self.inbound_ports_include or outbound or self.dns_active)
+
     def warnings(self) -> tuple[str, ...]:
         """Sentences about settings that are valid and probably not meant."""
         if self.ambient:
             return ()
         found = []
         outbound = self.outbound_ip_ranges_include or self.outbound_ports_include
-        if not (self.inbound_ports_include or outbound or self.dns_active):
+        if not self.captures:
             found.append(
                 "nothing is captured: no inbound ports (--istio-inbound-ports), no outbound ranges "
                 "(--istio-service-cidr) and no outbound ports (--istio-outbound-ports) are included"
@@ -217,6 +223,7 @@ def _parsers(names: Names) -> dict[str, Callable[[object], object]]:
 
 
 KEYS = tuple(field.name for field in fields(Settings))
+NETWORKS = ("outbound_ip_ranges_include", "outbound_ip_ranges_exclude", "host_ipv4_loopback_cidr")
 
 
 def parse(raw: Mapping[str, object], names: Names | None = None) -> Settings:
@@ -278,6 +285,33 @@ def _of_another_mode(settings: Settings) -> Iterator[str]:
             yield f"{key}: only an ambient capture has it (--mode ambient)"
     if settings.ambient and settings.inbound_ports_include.items:
         yield "inbound_ports_include: an ambient capture takes all of them (*) or none"
+
+
+def counts_as(item: str) -> tuple[Network, Address] | None:
+    """Return the network that ADDRESS/PREFIX counts as, and the address, where bits are dropped."""
+    text = item.strip()
+    if "/" not in text or not values.NETWORK.fullmatch(text):
+        return None
+    try:
+        found = ipaddress.ip_interface(text)
+    except ValueError:
+        return None
+    dropped = found.ip != found.network.network_address
+    return (found.network, found.ip) if dropped else None
+
+
+def widened(raw: Mapping[str, object]) -> tuple[str, ...]:
+    """Return sentences about networks in raw settings that parse: wider ones than they look."""
+    found = []
+    for key in NETWORKS:
+        for item in values.split(raw.get(key) or ""):
+            if wide := counts_as(item):
+                counts, address = network_text(wide[0]), address_text(wide[1])
+                found.append(
+                    f"{key}: {values.shown(item)} has bits set behind its prefix and counts as "
+                    f"{counts}; write that or, for the one address, {address}"
+                )
+    return tuple(found)
 
 
 def dump(settings: Settings) -> dict[str, object]:

@@ -113,6 +113,27 @@ def test_warnings_are_in_the_document_and_not_on_stderr(netns: str) -> None:
     assert "nothing is captured" in cli("apply", "--netns", netns, "-b", "").stderr
 
 
+def test_what_captures_nothing_is_not_called_captured(netns: str) -> None:
+    for word in ("set up", "already set up"):
+        done = cli("apply", "--netns", netns, "-u", "2000")
+        assert f"{netns}: {word} to capture nothing" in done.stdout
+        assert "captured" not in done.stdout
+    assert "captured" in cli("apply", "--netns", netns, "-u", "2000", "-b", "80").stdout
+
+
+@pytest.mark.parametrize("command", ["plan", "apply", "check"])
+def test_network_that_is_wider_than_it_looks_is_warned_of(command: str, netns: str) -> None:
+    words = ("-i", "10.0.0.5/8,10.1.0.0/16", "--host-ipv4-loopback-cidr", "127.0.0.9/8")
+    namespace = ("--netns", netns) if command != "plan" else ()
+    for output in ((), ("--output", "json")):
+        done = cli(command, *namespace, *words, *output)
+        said = done.stderr.splitlines() if not output else done.document["warnings"]
+        (wide, loopback) = (line for line in said if "bits set behind its prefix" in line)
+        assert "'10.0.0.5/8'" in wide
+        assert "counts as 10.0.0.0/8; write that or, for the one address, 10.0.0.5" in wide
+        assert "127.0.0.0/8" in loopback
+
+
 def test_check_says_what_differs_and_where(netns: str) -> None:
     words = ("--netns", netns, "--backend", "iptables-nft", "-b", "80", "--output", "json")
     cli("apply", *words)
@@ -362,6 +383,20 @@ MANIFESTS: dict[str, dict[str, object]] = {
     "Deployment": {"kind": "Deployment", "spec": {"replicas": 1, "template": POD}},
     "CronJob": {"kind": "CronJob", "spec": {"jobTemplate": {"spec": {"template": POD}}}},
 }
+
+
+def test_mistake_in_a_manifest_is_told_with_its_annotation_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "pod.yaml"
+    prefix = "traffic.sidecar.istio.io"
+    lines = ("excludeOutboundPorts: '70000'", "includeInboundPorts: x")
+    written = "".join(f"        {prefix}/{line}\n" for line in lines)
+    template = f"  template:\n    metadata:\n      annotations:\n{written}"
+    file.write_text(f"kind: Service\n---\nkind: Deployment\nspec:\n{template}")
+    for command in (("plan",), ("apply", "--netns", "it-none")):
+        done = cli(*command, "--pod-manifest", str(file))
+        assert done.code == 2
+        assert f"{file}, line 8: annotation {prefix}/excludeOutboundPorts: '70000'" in done.stderr
+        assert f"{file}, line 9: annotation {prefix}/includeInboundPorts: 'x'" in done.stderr
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)

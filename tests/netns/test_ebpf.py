@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import random
+import shlex
 import signal
 import struct
 import sys
@@ -36,6 +37,7 @@ from agent.model.settings import parse
 from agent.model.state import EBPF
 from tests.support.agent import RESULT, running, wait_for
 from tests.support.capturing import EVERYTHING, TPROXY, Raw, command
+from tests.support.conformance import cli
 from tests.support.ebpf import (
     capture,
     checked,
@@ -385,6 +387,29 @@ def test_probe_proves_it_with_and_without_a_proxy(netns: str, pod: Lab) -> None:
         assert [each for each in found.items() if each[1] != "ok"] == []
         for kind in ("outbound", "inbound", "dns"):
             assert {f"{kind} ipv4", f"{kind} ipv4 tcp"} & found.keys(), found
+
+
+@pytest.mark.parametrize("words", [("check", "--netns"), ("explain",)])
+def test_command_that_puts_it_right_keeps_the_open_gate(
+    words: tuple[str, ...], netns: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("INTERCEPT_SOCKET", str(tmp_path / "agent.sock"))
+    monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", "none")
+    given = ("--netns", netns, "--backend", EBPF, "--gate", "open", "-b", "8080")
+    assert cli("apply", *given).code == 0
+    detach(bpf_pins.base() / "links" / "connect4")
+    (advised,) = {
+        line.strip()
+        for line in cli(*words, netns).stdout.splitlines()
+        if line.strip().startswith("-> intercept-agent apply")
+    }
+    assert cli(*shlex.split(advised)[2:]).code == 0
+    assert cli("check", *given).code == 0
+    with Netns.open(path_of(netns)) as opened, reading(opened) as session:
+        enrolment = observe(session).enrolment
+    assert enrolment is not None
+    assert enrolment.settings is not None
+    assert enrolment.settings.gate == "open"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import standin
-from tests.support.capturing import BACKENDS, EVERYTHING, capture, state
+from tests.support.capturing import BACKENDS, EVERYTHING, STATE_DIR, capture, state
 from tests.support.conformance import NOBODY, cli, cli_process
 from tests.support.foreign import ISTIO_INIT
 from tests.support.netns import inside, namespace, path_of, run
@@ -290,6 +290,24 @@ def test_flow_in_names_the_setting_that_exempts_it(pod: str) -> None:
 
 
 # --- targets and exit codes -----------------------------------------------------------------------
+
+
+def test_record_of_a_capture_is_looked_for_where_the_configuration_says(
+    pod: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    words = ("apply", "--netns", pod, "-b", "8080")
+    assert cli(*words, environment={STATE_DIR: str(elsewhere)}).code == 0
+    (kept,) = elsewhere.iterdir()
+    monkeypatch.delenv(STATE_DIR)
+    config = tmp_path / "agent.yaml"
+    config.write_text(json.dumps({"state_dir": str(elsewhere), "cri": {"endpoint": "none"}}))
+    document = explained(pod, "--config", str(config))
+    assert document["compared_with"] == "what was applied here"
+    assert document["differences"] == []
+    words = ("--config", str(config), "--yes", "--backup-dir", str(tmp_path / "backups"))
+    assert cli("clean", "--netns", pod, *words).code == 0
+    assert not kept.exists()
 
 
 def test_node_itself_is_said_to_be_never_captured() -> None:

@@ -1,0 +1,18 @@
+"""The agent's configuration, for the commands that are told where it is."""
+
+import os
+
+from agent.capture import record
+from agent.node import config
+from agent.node.config import Config
+
+
+def configuration(path: str | None) -> Config:
+    """Return the configuration, and have this process look for records where it says.
+
+    Raises: InvalidSettings.
+    """
+    found = config.load(path)
+    if found.state_dir != record.state_dir():
+        os.environ[record.STATE_DIR] = str(found.state_dir)
+    return found
