@@ -12,8 +12,8 @@ import os
 import sys
 from time import monotonic, sleep
 
-VERSIONS = ("0.3.1", "0.4.0", "1.0.0", "1.1.0")
-SINCE = {"ADD": "0.3.1", "DEL": "0.3.1", "CHECK": "0.4.0", "GC": "1.1.0", "STATUS": "1.1.0"}
+VERSIONS = ("0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0")
+SINCE = {"ADD": "0.3.0", "DEL": "0.3.0", "CHECK": "0.4.0", "GC": "1.1.0", "STATUS": "1.1.0"}
 VARIABLES = ("CONTAINERID", "NETNS", "IFNAME", "ARGS", "PATH", "NETNS_OVERRIDE")
 REQUIRED = ("CONTAINERID", "NETNS", "IFNAME")  # by ADD and CHECK
 ANNOTATIONS = "io.kubernetes.cri.pod-annotations"

@@ -49,13 +49,13 @@ enum {
 	NOT_AVAILABLE = 50,
 };
 
-static const char *const versions[] = {"0.3.1", "0.4.0", "1.0.0", NEWEST};
+static const char *const versions[] = {"0.3.0", "0.3.1", "0.4.0", "1.0.0", NEWEST};
 #define VERSIONS (sizeof versions / sizeof *versions)
 
 static const struct {
 	const char *name;
 	size_t since; /* index in versions */
-} verbs[] = {{"ADD", 0}, {"DEL", 0}, {"CHECK", 1}, {"GC", 3}, {"STATUS", 3}};
+} verbs[] = {{"ADD", 0}, {"DEL", 0}, {"CHECK", 2}, {"GC", 4}, {"STATUS", 4}};
 
 /* Istio's injector passes these over, whatever their labels. */
 static const char *const never_injected[] = {"kube-system", "kube-public", "kube-node-lease",
@@ -197,7 +197,7 @@ static struct json configuration(size_t size)
 				version = versions[i];
 				return config;
 			}
-	refuse(BAD_VERSION, "cniVersion is none of 0.3.1, 0.4.0, 1.0.0, 1.1.0");
+	refuse(BAD_VERSION, "cniVersion is none of 0.3.0, 0.3.1, 0.4.0, 1.0.0, 1.1.0");
 }
 
 /* Return the oldest version that has the verb, as an index. */

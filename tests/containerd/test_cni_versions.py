@@ -35,7 +35,7 @@ def use(node: Node, version: str) -> None:
 def test_pods_start_captured_and_end_in_every_version(node: Node, tmp_path: Path) -> None:
     where = {"conf_dir": str(node.conf_dir), "bin_dir": str(node.bin_dir)}
     with running(tmp_path, cri={"endpoint": f"unix://{node.socket}"}, cni=where) as agent:
-        for version in ("0.3.1", "0.4.0", "1.0.0"):
+        for version in ("0.3.0", "0.3.1", "0.4.0", "1.0.0"):
             use(node, version)
             pod = node.run_pod("web", "shop", annotations=INJECTED)
             assert len(pod.ips) == 2

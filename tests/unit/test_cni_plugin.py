@@ -76,11 +76,12 @@ def test_error_is_in_the_version_of_the_configuration(program: Program, version:
     + [(json.dumps({"cniVersion": version}), version) for version in VERSIONS],
 )
 def test_version_lists_what_is_spoken(program: Program, text: str, version: str) -> None:
-    spoken = {"cniVersion": version, "supportedVersions": ["0.3.1", "0.4.0", "1.0.0", "1.1.0"]}
+    listed = ["0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"]
+    spoken = {"cniVersion": version, "supportedVersions": listed}
     assert program.call("VERSION", text, env={}) == (0, spoken)
 
 
-@pytest.mark.parametrize("version", ["0.1.0", "0.2.0", "0.3.0", "2.0.0", "", "x", 1, None, [], ...])
+@pytest.mark.parametrize("version", ["0.1.0", "0.2.0", "0.2.9", "2.0.0", "", "x", 1, None, [], ...])
 @pytest.mark.parametrize("verb", ["ADD", "CHECK", "GC", "STATUS"])
 def test_version_that_is_not_spoken_is_refused(
     program: Program, verb: str, version: object
