@@ -99,7 +99,7 @@ def writing(netns: Netns) -> Iterator[Session]:
 
     Raises: EnvironmentLacks if another run holds the lock for too long.
     """
-    with locks.namespace_lock(netns.id) as lock_fd:
+    with locks.namespace_lock(netns) as lock_fd:
         session = Session.open(netns, lock_fd)
         try:
             yield session

@@ -6,6 +6,7 @@ record does no harm: rules are then recognised by name and shape alone.
 """
 
 import contextlib
+import errno
 import ipaddress
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 from agent.kernel import files
 from agent.kernel.netns import Netns
-from agent.model.errors import InvalidSettings
+from agent.model.errors import EnvironmentLacks, InvalidSettings
 from agent.model.plan import WHOLE_MARK, LocalRoute, LoopbackAddress, PolicyRule, Route, plan
 from agent.model.ruleset import Family
 from agent.model.settings import parse
@@ -75,7 +76,7 @@ def as_applied(netns: Netns, settings: Mapping[str, object]) -> dict[str, object
 
 
 def save(netns: Netns, record: Record) -> None:
-    """Write the record atomically.
+    """Write the record atomically; in a container whose root is read-only there is none.
 
     Raises: EnvironmentLacks if it cannot be written.
     """
@@ -83,7 +84,11 @@ def save(netns: Netns, record: Record) -> None:
     if path is None:
         return
     document = {"cookie": netns.cookie(), **_encode(record)}
-    files.replace(path, json.dumps(document).encode())
+    try:
+        files.replace(path, json.dumps(document).encode())
+    except EnvironmentLacks as error:
+        if getattr(error.__cause__, "errno", None) != errno.EROFS:
+            raise
 
 
 def drop(netns: Netns) -> None:

@@ -3,9 +3,14 @@
 Ours is an open-file-description lock on one byte of one file, the byte's offset being the
 namespace's inode: no file per pod is left behind. A tool that is started while it is held inherits
 it, so that a run whose parent was killed still keeps the next one waiting.
+
+In a container whose root is read-only, such as an init container, there is nothing to make a file
+in. Its files are its own, so the locks would be, too: there the namespace itself is locked, which
+is not done elsewhere because every process of the pod can do that.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -13,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from agent.kernel.netns import NetnsId
+from agent.kernel.netns import Netns
 from agent.model.errors import EnvironmentLacks
 
 RUN_DIR = Path("/run/intercept-agent")
@@ -23,24 +28,15 @@ POLL_S = 0.005
 
 
 @contextlib.contextmanager
-def namespace_lock(netns: NetnsId, *, timeout_s: float = 30.0) -> Iterator[int]:
+def namespace_lock(netns: Netns, *, timeout_s: float = 30.0) -> Iterator[int]:
     """Hold the lock of a namespace; yields the descriptor that children must inherit.
 
     Raises: EnvironmentLacks if another run holds it for longer than `timeout_s`.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    fd, attempt = _lock_of(netns)
     try:
-        try:
-            fd = os.open(LOCK_FILE, flags, 0o600)
-        except FileNotFoundError:
-            RUN_DIR.mkdir(parents=True, exist_ok=True)
-            fd = os.open(LOCK_FILE, flags, 0o600)
-    except OSError as error:
-        raise EnvironmentLacks(f"cannot open {LOCK_FILE}: {error.strerror}; run as root") from error
-    try:
-        request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, netns.ino, 1, 0)
         _wait(
-            lambda: fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request),
+            attempt,
             timeout_s,
             f"another run is changing this namespace and did not end in {timeout_s:.0f} seconds",
         )
@@ -49,13 +45,42 @@ def namespace_lock(netns: NetnsId, *, timeout_s: float = 30.0) -> Iterator[int]:
         os.close(fd)
 
 
+def _lock_of(netns: Netns) -> tuple[int, Callable[[], object]]:
+    """Return what is to be locked, and how."""
+    try:
+        fd = _lock_file()
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            own = os.open(f"/proc/self/fd/{netns.fd}", os.O_RDONLY | os.O_CLOEXEC)
+            return own, lambda: fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        hint = "; run as root" if isinstance(error, PermissionError) else ""
+        raise EnvironmentLacks(f"cannot open {LOCK_FILE}: {error.strerror}{hint}") from error
+    request = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, netns.id.ino, 1, 0)
+    return fd, lambda: fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
+
+
+def _lock_file() -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(LOCK_FILE, flags, 0o600)
+    except FileNotFoundError:
+        RUN_DIR.mkdir(parents=True, exist_ok=True)
+        return os.open(LOCK_FILE, flags, 0o600)
+
+
 @contextlib.contextmanager
 def xtables_lock(*, timeout_s: float) -> Iterator[None]:
     """Hold the lock that iptables-legacy takes on this node; libiptc ignores it by itself.
 
     Raises: EnvironmentLacks, naming the holder, if it is not free within `timeout_s`.
     """
-    fd = os.open(XTABLES_LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(XTABLES_LOCK, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        yield  # no other tool in this container can have it either
+        return
     try:
         _wait(
             lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB),

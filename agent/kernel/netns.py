@@ -97,7 +97,7 @@ class Netns:
 
         def enter() -> None:
             try:
-                _setns(self.fd, self.path)
+                enter_at(self.fd, self.path)
                 outcome.append((work(), None))
             except BaseException as error:  # carried over to the caller's thread
                 outcome.append((None, error))
@@ -158,7 +158,11 @@ class Netns:
         self.close()
 
 
-def _setns(fd: int, path: str) -> None:
+def enter_at(fd: int, path: str) -> None:
+    """Move the calling thread into the namespace behind `fd`; `path` is for messages.
+
+    Raises: EnvironmentLacks without the privilege to enter.
+    """
     try:
         libc.setns(fd, libc.CLONE_NEWNET)
     except PermissionError as error:

@@ -205,7 +205,10 @@ def _fresh_namespace() -> Netns:
     own = Netns.open("/proc/thread-self/ns/net")
 
     def make() -> Netns:
-        libc.unshare(libc.CLONE_NEWNET)
+        try:
+            libc.unshare(libc.CLONE_NEWNET)
+        except PermissionError as error:
+            raise _refused("make a namespace without CAP_SYS_ADMIN", error) from error
         fd = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(fd)
         return Netns("the outside of the probe", NetnsId(status.st_dev, status.st_ino), fd)

@@ -2,7 +2,8 @@
 
 The tools look names up through NSS, which may ask the network; inside a pod that hangs until a
 resolver that cannot be reached times out (field report 92). So each run sees an empty
-nsswitch.conf, in a mount namespace that ends with it.
+nsswitch.conf, in a mount namespace that ends with it. Where that is not allowed, as to an init
+container that has NET_ADMIN and no SYS_ADMIN, the tools see the container's own.
 """
 
 import contextlib
@@ -75,10 +76,11 @@ def run(netns: Netns, calls: Sequence[Call], lock_fd: int | None = None) -> list
 
 
 def _run_here(calls: Sequence[Call], kept_fds: tuple[int, ...]) -> list[Outcome]:
-    libc.unshare(libc.CLONE_NEWNS)
-    libc.mount("none", "/", libc.MS_REC | libc.MS_PRIVATE)
-    if NSSWITCH.exists():
-        libc.mount("/dev/null", str(NSSWITCH), libc.MS_BIND)
+    with contextlib.suppress(PermissionError):  # the one that is refused is the last to be tried
+        libc.unshare(libc.CLONE_NEWNS)
+        libc.mount("none", "/", libc.MS_REC | libc.MS_PRIVATE)
+        if NSSWITCH.exists():
+            libc.mount("/dev/null", str(NSSWITCH), libc.MS_BIND)
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(_start(call, kept_fds)) for call in calls]
         stack.callback(_kill, children)

@@ -27,8 +27,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from agent.kernel import libc, locks
-from agent.kernel.netns import Netns
+from agent.kernel import locks
+from agent.kernel.netns import Netns, enter_at
 from agent.model.errors import EnvironmentLacks, KernelRejected
 
 HEADER = struct.Struct("!I")
@@ -164,7 +164,7 @@ def serve(sock: socket.socket) -> None:
             job = json.loads(receive_exactly(sock, HEADER.unpack(header)[0]))
             reply = _do(fds[0], job)
         finally:
-            libc.setns(home, libc.CLONE_NEWNET)  # a worker that stayed would keep the pod's alive
+            enter_at(home, "its own namespace")  # staying, it would keep the pod's alive
             for fd in fds:
                 os.close(fd)
         payload = json.dumps(reply).encode()
@@ -173,7 +173,7 @@ def serve(sock: socket.socket) -> None:
 
 def _do(netns_fd: int, job: Job) -> dict[str, str]:
     try:
-        libc.setns(netns_fd, libc.CLONE_NEWNET)
+        enter_at(netns_fd, "the namespace")
         with locks.xtables_lock(timeout_s=LOCK_TIMEOUT_S):
             for edit in job:
                 _edit_table(edit)

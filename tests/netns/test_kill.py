@@ -74,7 +74,7 @@ def kill(name: str, raw: Raw, backend: str, after_s: float) -> bool:
 def wait_for_orphans(name: str) -> None:
     """Wait as the next run would, by the lock, and prove that nobody is at work any more then."""
     with Netns.open(path_of(name)) as opened:
-        with locks.namespace_lock(opened.id, timeout_s=QUIET_S):
+        with locks.namespace_lock(opened, timeout_s=QUIET_S):
             before = state(name)
         inode = opened.id.ino
     deadline = time.monotonic() + QUIET_S
