@@ -15,7 +15,7 @@ from agent.backends.protocol import Step
 from agent.backends.session import Session
 from agent.formats import bpf_capture
 from agent.formats.bpf_capture import COOKIE
-from agent.kernel import bpf, bpf_pins
+from agent.kernel import bpf, bpf_pins, bpffs
 from agent.kernel.places import read_places
 from agent.kernel.user_ids import user_ids
 from agent.model import enrolment
@@ -35,6 +35,8 @@ class Ebpf:
             return reason
         if bpf_pins.about() is not None:
             return None
+        if reason := bpffs.missing_for(bpf_pins.base()):
+            return reason
         reason = bpf_pins.unloadable()
         return reason and f"the kernel does not load its programs: {reason}"
 

@@ -18,7 +18,7 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any
 
-from agent.kernel import bpf, bpf_loader, libc
+from agent.kernel import bpf, bpf_loader, bpffs, libc, node
 from agent.model.enrolment import LAYOUT
 from agent.model.errors import EnvironmentLacks, KernelRejected
 
@@ -153,7 +153,7 @@ def load_beside() -> frozenset[str]:
 
 
 def _load(pins: Path, beside: Path | None) -> frozenset[str]:
-    _mount_bpffs()
+    bpffs.mount_for(base())
     answer = _run_loader("load", pins, beside)
     if said := answer.get("error"):
         raise KernelRejected(f"the eBPF programs were not loaded: {said}")
@@ -223,16 +223,6 @@ def _run_loader(what: str, pins: Path, beside: Path | None = None) -> dict[str, 
     return answer
 
 
-def _mounts() -> Iterator[tuple[str, str]]:
-    """Yield mount points and their file systems, later ones over earlier ones."""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        where = left.split(" ", 5)[4]
-        if "\\" in where:  # blanks and the like, in octal
-            where = where.encode().decode("unicode_escape")
-        yield where, right.partition(" ")[0]
-
-
 def cgroup_root() -> str | None:
     """Return where the root of cgroup2 is mounted, also besides version 1; None: nowhere."""
     global _cgroup_root
@@ -253,27 +243,10 @@ def _is_same(where: str, device: int) -> bool:
 
 
 def _cgroup_roots() -> Iterator[tuple[str, int]]:
-    for where, kind in _mounts():
+    for kind, where in node.mounts():
         with contextlib.suppress(OSError):
             if kind == "cgroup2" and (found := os.stat(where)).st_ino == ROOT_CGROUP:
                 yield where, found.st_dev
-
-
-def _mount_bpffs() -> None:
-    if base().exists():  # made by somebody who found or mounted it
-        return
-    place = root()
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        real = place.resolve()
-        above = {str(real), *(str(parent) for parent in real.parents)}
-        over = [
-            (len(where), at, kind) for at, (where, kind) in enumerate(_mounts()) if where in above
-        ]
-        if max(over)[2] != "bpf":
-            libc.mount("bpf", str(real), 0, "bpf")
-    except OSError as error:
-        raise EnvironmentLacks(f"cannot mount a bpffs at {place}: {error.strerror}") from error
 
 
 # --- one at a time --------------------------------------------------------------------------------
@@ -285,7 +258,7 @@ def lock() -> Iterator[None]:
 
     Raises: EnvironmentLacks if somebody else does not let go of it.
     """
-    _mount_bpffs()
+    bpffs.mount_for(base())
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     fd = os.open(root(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -41,12 +41,15 @@ def number(name: str) -> int | None:
 
 
 def mounts() -> tuple[tuple[str, str], ...]:
-    """Return kind and path of every mount."""
+    """Return kind and path of every mount, later ones over earlier ones."""
     found = []
     for line in (text("/proc/self/mountinfo") or "").splitlines():
         before, dash, after = line.partition(" - ")
         if dash:
-            found.append((after.split()[0], before.split()[4]))
+            path = before.split()[4]
+            if "\\" in path:  # blanks and the like, in octal
+                path = path.encode().decode("unicode_escape")
+            found.append((after.split()[0], path))
     return tuple(found)
 
 

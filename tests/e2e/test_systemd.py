@@ -11,11 +11,13 @@ import pytest
 
 from tests.support.agent import wait_for
 from tests.support.booted import Host, made
+from tests.support.ebpf import built
 from tests.support.netns import run
 
 ROOT = Path(__file__).parents[2]
-AGENT, FRONT = "/opt/intercept-agent/bin/intercept-agent", "intercept-agent.service"
-POD = "it-web"
+BIN, FRONT = "/opt/intercept-agent/bin", "intercept-agent.service"
+AGENT, PYTHON = f"{BIN}/intercept-agent", f"{BIN}/python"
+POD, BPFFS = "it-web", "/sys/fs/bpf"
 CONFIG = f"""
 cri: {{endpoint: none}}
 cni: {{conf_dir: /etc/cni/net.d, bin_dir: /opt/cni/bin}}
@@ -31,6 +33,7 @@ LONGEST_S = 60.0
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """A host on which the agent was installed, with a pod."""
+    built()
     with made(tmp_path_factory.mktemp("host")) as found:
         run("make", "-s", "-C", str(ROOT), "install-units", f"DESTDIR={found.root}")
         found.write("/etc/intercept-agent/config.yaml", CONFIG)
@@ -55,6 +58,11 @@ def host(machine: Host) -> Host:
 def captured(host: Host) -> bool:
     pods: list[dict[str, Any]] = json.loads(host.run(AGENT, "pods", "-o", "json"))["pods"]
     return [pod["state"] for pod in pods] == ["in-sync"]
+
+
+def backend(host: Host) -> str:
+    (pod,) = json.loads(host.run(AGENT, "pods", "-o", "json"))["pods"]
+    return str(pod["backend"])
 
 
 def rules(host: Host) -> str:
@@ -121,6 +129,59 @@ def test_worker_that_dies_is_had_anew(host: Host) -> None:
 
 
 LIST = ("ip", "netns", "exec", POD, "nft", "list", "ruleset")
+
+
+# A proxy, and an application that dials; says what the proxy is told of where that was going.
+DIAL = """
+import os, socket, struct
+socket.setdefaulttimeout(20)
+ready, other = socket.socketpair()
+if child := os.fork():
+    ready.recv(1)
+    socket.create_connection(("192.0.2.1", 8080))
+    os.waitpid(child, 0)
+else:
+    os.setgid(1337), os.setuid(1337)
+    proxy = socket.create_server(("127.0.0.1", 15001))
+    other.send(b"!")
+    raw = proxy.accept()[0].getsockopt(socket.IPPROTO_IP, 80, 16)
+    print(socket.inet_ntoa(raw[4:8]), *struct.unpack("!H", raw[2:4]), flush=True)
+"""
+
+
+def is_turned(host: Host) -> bool:
+    dial = ("ip", "netns", "exec", POD, PYTHON, "-I", "-S", "-c", DIAL)
+    return host.run(*dial, check=False) == "192.0.2.1 8080\n"
+
+
+def pins(host: Host) -> set[str]:
+    return set(host.run("find", BPFFS, "-path", f"{BPFFS}/intercept-agent*").split())
+
+
+def test_programs_do_under_the_units_rights_what_rules_do(host: Host) -> None:
+    host.run("ip", "-n", POD, "link", "set", "lo", "up")
+    host.run("sed", "-i", "$ a backend: ebpf", "/etc/intercept-agent/config.yaml")
+    host.run("umount", BPFFS)
+    host.run("systemctl", "reload", "intercept-agent")
+    wait_for(lambda: f"mount -t bpf bpf {BPFFS}" in host.run(AGENT, "pods"), LONGEST_S)
+    host.run("mount", "-t", "bpf", "bpf", BPFFS)
+    wait_for(lambda: backend(host) == "ebpf" and captured(host), LONGEST_S)
+    before = pins(host)
+    assert is_turned(host)
+    host.run("systemctl", "restart", "intercept-agent")
+    assert is_turned(host)
+    wait_for(lambda: captured(host), LONGEST_S)
+    host.run("systemctl", "stop", "intercept-agent")
+    wait_for(lambda: "intercept-agent@" not in host.run("systemctl", "list-units"), LONGEST_S)
+    assert is_turned(host)
+    assert pins(host) == before
+    host.run("rm", f"{BPFFS}/intercept-agent/links/connect4")
+    host.run("systemctl", "start", "intercept-agent")
+    wait_for(lambda: pins(host) == before and captured(host), LONGEST_S)
+    assert is_turned(host)
+    host.run("systemctl", "stop", "intercept-agent")
+    host.run(AGENT, "remove", "--netns", POD)
+    assert pins(host) == set()
 
 
 def test_what_the_front_could_do_to_the_host_is_rated_low() -> None:

@@ -29,6 +29,8 @@ EMPTY = (
     "/etc/systemd/system",
     "/usr/local/lib/systemd",
 )
+# eBPF attaches to the root of cgroup2, and what a container has mounted is not that.
+NODE_CGROUP = "/mnt/cgroup"
 CAPABILITIES = (
     *("CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"),
     *("SETPCAP", "NET_BIND_SERVICE", "NET_ADMIN", "NET_RAW", "SYS_CHROOT", "SYS_PTRACE"),
@@ -63,9 +65,10 @@ class Host:
 
     def make(self) -> None:
         layers = self.folder / "layers"
-        for name in ("root", "runc", "layers"):
+        for name in ("root", "runc", "layers", "cgroup"):
             (self.folder / name).mkdir()
         run("mount", "-t", "tmpfs", "it-host", str(layers))
+        run("mount", "-t", "cgroup2", "it-host", str(self.folder / "cgroup"))
         for name in ("upper", "work"):
             (layers / name).mkdir()
         where = f"lowerdir=/,upperdir={layers}/upper,workdir={layers}/work"
@@ -79,7 +82,9 @@ class Host:
         self.write("/etc/systemd/system/service.d/python.conf", libraries)
 
     def boot(self) -> None:
-        (self.folder / "config.json").write_text(json.dumps(_container(self.root)))
+        (self.folder / "config.json").write_text(
+            json.dumps(_container(self.root, self.folder / "cgroup"))
+        )
         # What it writes goes to a file: systemd keeps the stream open.
         with (self.folder / "log").open("wb") as log:
             subprocess.run(
@@ -90,6 +95,7 @@ class Host:
                 check=True,
             )
         wait_for(lambda: self._state() in ("running", "degraded"), 60)
+        self.run("mount", "--make-rshared", "/")  # as systemd does outside of containers
 
     def _state(self) -> str:
         return self.run("systemctl", "is-system-running", check=False).strip()
@@ -97,11 +103,11 @@ class Host:
     def remove(self) -> None:
         run(*self._runc, "kill", self.name, "KILL", check=False)
         run(*self._runc, "delete", "--force", self.name, check=False)
-        for mount in (self.root, self.folder / "layers"):
+        for mount in (self.root, self.folder / "layers", self.folder / "cgroup"):
             run("umount", "-l", str(mount), check=False)
 
 
-def _container(root: Path) -> dict[str, object]:
+def _container(root: Path, cgroup: Path) -> dict[str, object]:
     capabilities = [f"CAP_{name}" for name in CAPABILITIES]
     sets = ("bounding", "effective", "permitted")
     return {
@@ -126,6 +132,7 @@ def _container(root: Path) -> dict[str, object]:
             _mount("/sys", "sysfs", "ro"),
             _mount("/sys/fs/cgroup", "cgroup2"),
             _mount("/sys/fs/bpf", "bpf"),
+            _bound(cgroup, NODE_CGROUP),
             *(_mount(place, "tmpfs", "mode=755") for place in ("/run", "/var/lib/systemd", "/tmp")),
             *(_bound(source, where) for where, source in installed.MOUNTS.items()),
         ],
