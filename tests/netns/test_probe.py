@@ -140,6 +140,20 @@ def test_strict_reverse_path_filters_do_not_disturb_it(pod: str) -> None:
     assert not failures(probed(pod, LISTED))
 
 
+def test_a_datagram_that_is_lost_is_no_failure(pod: str) -> None:
+    capture(pod, REDIRECT, "iptables-nft")
+    for line in (
+        "add table inet it-lossy",
+        "add set inet it-lossy seen { type inet_service . inet_service; flags dynamic; }",
+        "add chain inet it-lossy in { type filter hook input priority 0; }",
+        "add rule inet it-lossy in udp sport . udp dport != @seen"
+        " add @seen { udp sport . udp dport } drop",
+    ):
+        inside(pod, "nft", line)
+    results = probed(pod, REDIRECT)
+    assert {r.outcome for r in results if "dns" in r.name} == {Outcome.OK}, failures(results)
+
+
 def test_a_capture_of_ipv4_alone_brings_no_ipv6_into_the_pod(pod: str) -> None:
     capture(pod, ONLY_V4, "nftables")
     with Netns.open(path_of(pod)) as opened:

@@ -46,6 +46,7 @@ from agent.model.values import Address
 PATIENCE_S = 1.5  # for all attempts together: on one machine an answer takes less than 1 ms
 GRACE_S = 0.3  # for what must follow a connection at once
 TICK_S = 0.01
+RESEND_LOOKS = 25  # that found nothing: then a datagram is sent again, as every resolver does
 MAX_MESSAGE = 512
 ZONES = (0, numbers.ZONE_CLIENT_TO_PROXY, numbers.ZONE_PROXY_TO_UPSTREAM)
 SO_LINGER_AT_ONCE = struct.pack("ii", 1, 0)  # close by reset: no TIME_WAIT is left in the pod
@@ -289,9 +290,22 @@ class _Exchange:
             for call in self._calls:
                 if not call.done:
                     self._look(call, idle=not events)
+            if not events and looks % RESEND_LOOKS == 0:
+                self._resend()
         for call in self._calls:
             if not call.answer and call.translated is None:
                 call.translated = self._translation(call)
+
+    def _resend(self) -> None:
+        """Repeat what the network may lose, and the kernel itself drops on a link's first moments.
+
+        Until a workqueue has made the route of a new IPv6 address its packets go nowhere
+        (net/ipv6/addrconf.c, addrconf_dad_start), on a busy node for milliseconds.
+        """
+        for call in self._calls:
+            if call.attempt.protocol == "udp" and not call.done and (error := _send(call.socket)):
+                call.error = error
+                self._end(call)
 
     def _look(self, call: _Call, *, idle: bool) -> None:
         """See what the kernel knows of a call, and end the call if that is all there will be."""
