@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from agent.capture.probing.space import ANY, LOOPBACK
 from agent.kernel.probe_net import Link, Road, Surroundings
 from agent.kernel.sockets import Endpoint, KernelSocket, Owner
 from agent.model.ruleset import Family
+from agent.model.settings import Settings
 from agent.model.values import Address, Span
 
 
@@ -85,6 +87,21 @@ class ProbePlan:
 
     def link(self, family: Family) -> Link:
         return next(link for link in self.links if link.family is family)
+
+    def landing(self, attempt: Attempt, settings: Settings) -> Endpoint | None:
+        """Return the address and port that a captured attempt arrives at, None for an exempt one.
+
+        REDIRECT takes the loopback address for what leaves, and an address of the interface for
+        what comes in. TPROXY takes what listens there or, if the address is not a preferred one,
+        at the destination: hence any address.
+        """
+        if attempt.lands is None:
+            return None
+        if attempt.way is Way.OUT:
+            return LOOPBACK[attempt.family], attempt.lands
+        if attempt.way is Way.IN and settings.tproxy:
+            return ANY[attempt.family], attempt.lands
+        return self.link(attempt.family).pod, attempt.lands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.capture.probing.attempt import Attempt, Observation, ProbePlan, Way
-from agent.capture.probing.space import ANY, LOOPBACK
 from agent.kernel.netns import Netns
 from agent.kernel.probe_net import HOP_LIMIT, PROBE_TOS
 from agent.kernel.sockets import (
@@ -147,7 +146,7 @@ class _Exchange:
         wanted = {
             (a.protocol, place): a
             for a in self._plan.attempts
-            if (place := landing(self._plan, a, settings)) is not None and not a.live
+            if (place := self._plan.landing(a, settings)) is not None and not a.live
         }
         for (_, place), attempt in wanted.items():
             # The application's side of TPROXY's way back is no proxy.
@@ -353,7 +352,7 @@ class _Exchange:
         arrived = self._arrivals.get(call.local)
         by_nonce = (r for r in self._receivers if r.nonce == call.answer)
         receiver = next(by_nonce, None)
-        place = landing(self._plan, call.attempt, self._settings)
+        place = self._plan.landing(call.attempt, self._settings)
         return Observation(
             answered_by=receiver.place if receiver else None,
             outside=receiver.outside if receiver else bool(arrived and arrived[0].outside),
@@ -365,22 +364,6 @@ class _Exchange:
             error=call.error,
             unbound=self._unbound.get(place, 0) if place else 0,
         )
-
-
-def landing(plan: ProbePlan, attempt: Attempt, settings: Settings) -> Endpoint | None:
-    """Return the address and port that a captured attempt arrives at, None for an exempt one.
-
-    REDIRECT takes the loopback address for what leaves, and an address of the interface for what
-    comes in. TPROXY takes what listens there or, if the address is not a preferred one, at the
-    destination: hence any address.
-    """
-    if attempt.lands is None:
-        return None
-    if attempt.way is Way.OUT:
-        return LOOPBACK[attempt.family], attempt.lands
-    if attempt.way is Way.IN and settings.tproxy:
-        return ANY[attempt.family], attempt.lands
-    return plan.link(attempt.family).pod, attempt.lands
 
 
 def _as(owner: Owner | None) -> contextlib.AbstractContextManager[None]:
