@@ -264,7 +264,7 @@ def open_target(text: str) -> tuple[Netns, bool]:
     if colon and kind == "pid":
         return Netns.open(_pid_path(rest)), False
     if colon and kind == "container":
-        return Netns.open(_pid_path(str(_container_pid(rest)))), False
+        return Netns.open(_pid_path(str(container_pid(rest)))), False
     if "/" in text:
         return Netns.open(text), False
     if not text or text in (".", ".."):
@@ -288,8 +288,11 @@ def _pid_path(text: str) -> str:
     return path
 
 
-def _container_pid(container: str) -> int:
-    """Return a process of the container, found by its cgroup; the runtime is not asked."""
+def container_pid(container: str) -> int:
+    """Return a process of the container, found by its cgroup; the runtime is not asked.
+
+    Raises: NamespaceRefused.
+    """
     if len(container) < 6 or not container.isalnum():
         raise NamespaceRefused(
             f"container:{container} is not a container id: give at least its first 6 characters"
@@ -298,7 +301,7 @@ def _container_pid(container: str) -> int:
         with contextlib.suppress(OSError):
             for line in (entry / "cgroup").read_text().splitlines():
                 last = line.rsplit("/", 1)[-1]
-                # containerd: ID, or cri-containerd-ID.scope under systemd; CRI-O: crio-ID.scope
+                # ID, or under systemd cri-containerd-ID.scope, crio-ID.scope, docker-ID.scope
                 name = last.removesuffix(".scope").rsplit("-", 1)[-1]
                 if name.startswith(container):
                     return int(entry.name)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import calls
 from tests.support.agent import INJECTED, RESULT, ROOT, running, wait_for
-from tests.support.netns import inside, namespace, run
+from tests.support.cgroup import cgroup, place
+from tests.support.netns import inside, namespace, path_of, run
+from tests.support.runtime import Runtime
 
 EVERYTHING = {"inbound_ports_include": "*", "outbound_ip_ranges_include": "*"}
 
@@ -226,6 +229,19 @@ def test_pod_whose_namespace_ended_while_no_agent_ran_is_forgotten(folder: Path)
         agent.start()
         assert agent.pod("web") is None
         assert inside(name, "nft", "list", "ruleset") == ""
+
+
+def test_pod_of_a_runtime_that_tells_nothing_of_namespaces_is_found_by_a_process(
+    folder: Path, netns: str
+) -> None:
+    """As those for Docker are: they tell which sandboxes there are, and no more."""
+    with cgroup("docker") as where, Runtime(folder / "runtime.sock") as runtime:
+        join = f"echo $$ > {place(where)}/cgroup.procs && exec nsenter --net={path_of(netns)} cat"
+        with calls.running(("sh", "-c", join), stdout=subprocess.DEVNULL):
+            runtime.run(where.rpartition("-")[2], None, info="{}", pid=0, annotations=INJECTED)
+            with running(folder, cri={"endpoint": str(runtime.socket)}) as agent:
+                wait_for(lambda: [pod["state"] for pod in agent.ask("pods")] == ["in-sync"])
+                assert "table inet intercept-agent" in inside(netns, "nft", "list", "ruleset")
 
 
 def test_leftovers_of_a_pod_are_shown_by_page_and_metric(folder: Path, netns: str) -> None:

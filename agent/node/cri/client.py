@@ -19,6 +19,8 @@ from random import Random
 from types import TracebackType
 from typing import Self, TypeVar
 
+from agent.kernel.netns import container_pid
+from agent.model.errors import NamespaceRefused
 from agent.node.cri import api_pb2, details, endpoint
 from agent.node.cri.details import Container, Sandbox
 from agent.node.cri.errors import (
@@ -286,13 +288,19 @@ class CriClient:
         return await self._located(found)
 
     async def _located(self, sandbox: Sandbox) -> Sandbox:
-        """Return the sandbox with the namespace of one of its containers, if one tells."""
+        """Return the sandbox with the namespace of one of its containers, if one tells.
+
+        Runtimes for Docker tell nothing of the kind: there a process of the sandbox shows it.
+        """
         try:
             containers = await self.containers(sandbox.id)
         except (CriRefused, CriUnsupported):
             return sandbox
         paths = (container.netns_path for container in containers if container.netns_path)
-        return replace(sandbox, netns_path=next(paths, None))
+        path = next(paths, None)
+        if path is None and sandbox.ready and not sandbox.host_network:
+            path = await asyncio.to_thread(_shown_by_a_process, sandbox.id)
+        return replace(sandbox, netns_path=path)
 
     # --- containers, events -----------------------------------------------------------------------
 
@@ -354,3 +362,10 @@ class CriClient:
         async with aclosing(stream) as messages:
             async for _ in messages:
                 yield
+
+
+def _shown_by_a_process(sandbox_id: str) -> str | None:
+    try:
+        return f"/proc/{container_pid(sandbox_id)}/ns/net"
+    except NamespaceRefused:
+        return None
