@@ -91,16 +91,32 @@ class CniCalls:
 
     def _record(self, environment: Environment, conf: Conf, pod: Pod) -> PodRecord:
         sandbox_id = environment.get("CONTAINERID", "")
-        network = self._network_of(_key(pod, environment), sandbox_id)
+        network = self._network_of(self._key(pod, environment), sandbox_id)
         return PodRecord(
             namespace=pod.namespace,
             name=pod.name,
-            uid=_uid(pod, environment),
+            uid=self._uid(pod, environment),
             sandbox_id=sandbox_id,
             netns=environment.get("NETNS") or None,
             annotations=pod.annotations or {},
             network=network or str(conf.get("name", "")),
         )
+
+    def _key(self, pod: Pod, environment: Environment) -> str:
+        return pod_key(PLUGIN, pod.namespace, pod.name, self._uid(pod, environment))
+
+    def _uid(self, pod: Pod, environment: Environment) -> str:
+        """Return what tells a call's pod from others: its container, where Kubernetes has no name.
+
+        Where the runtime does not pass the UID, it is that of the pod whose sandbox this is, if
+        somebody told of it since.
+        """
+        container = environment.get("CONTAINERID", "")
+        if pod.uid or not (pod.namespace or pod.name):
+            return pod.uid or container
+        this = (pod.namespace, pod.name, container)
+        wishes = (kept.wish for kept in self._reconciler.pods.values())
+        return next((w.uid for w in wishes if (w.namespace, w.name, w.sandbox_id) == this), "")
 
     def _network_of(self, key: str, sandbox_id: str) -> str:
         """Return what was noted at the first ADD: a further interface may be of another network."""
@@ -114,7 +130,7 @@ class CniCalls:
 
         Runtimes repeat the DEL of a sandbox after the same pod has got a new one: that one stays.
         """
-        key = _key(kube.cni(environment.get("ARGS", "")), environment)
+        key = self._key(kube.cni(environment.get("ARGS", "")), environment)
         known = self._reconciler.pods.get(key)
         if known is None or known.wish.sandbox_id == environment.get("CONTAINERID"):
             await self._roster.forget(key)
@@ -175,16 +191,6 @@ class CniCalls:
             return pod, decision
         known = await facts.look_up(pod.namespace, pod.name, pod.uid)
         return pod, decide(said_by(known, pod), namespace, policy)
-
-
-def _uid(pod: Pod, environment: Environment) -> str:
-    """Return what tells a call's pod from others: its container, where Kubernetes has no name."""
-    nameless = not (pod.namespace or pod.name or pod.uid)
-    return environment.get("CONTAINERID", "") if nameless else pod.uid
-
-
-def _key(pod: Pod, environment: Environment) -> str:
-    return pod_key(PLUGIN, pod.namespace, pod.name, _uid(pod, environment))
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

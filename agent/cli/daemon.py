@@ -94,7 +94,8 @@ class Daemon:
             turned=self._leftovers.look_at,
             tell=self._events.add,
         )
-        self._sweeper = Sweeper(self._worker, partial(self._reconciler.look_again, EBPF))
+        alarm = partial(self._reconciler.look_again, EBPF)
+        self._sweeper = Sweeper(self._worker, alarm, self._roster.let_go)
         self._inits = InitWatch(self._reconciler, lambda: self._config.cri_endpoint)
         self._parts = Parts(self._start)
         self._api = ApiServer(self._parts, self._roster, self._reconciler)

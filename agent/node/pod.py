@@ -1,10 +1,12 @@
 """A pod as the reconciler keeps it: what it should be, and how it stands. For one event loop."""
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agent.model.errors import AgentError
 from agent.node.gate import Gate
 from agent.node.news import News
 
@@ -61,6 +63,8 @@ class Pod:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
+    # Its sandbox and the path that leads to its namespace, and which one that is.
+    space: tuple[tuple[str, str | None], tuple[int, int]] | None = None
     published: Mapping[str, object] | None = None  # its last row
     asked: Mapping[str, object] | None = None  # the last settings that were wished
 
@@ -78,6 +82,20 @@ class Pod:
             self.asked = wish.settings
         self.wish, self.pause_s, self.failures = wish, FIRST_PAUSE_S, 0
         self.wake.set()
+
+    def recognise(self, fd: int, wish: Wish) -> None:
+        """Take the namespace in which a sandbox is found first for its own, for good.
+
+        A path through a process leads elsewhere once its number is another's.
+
+        Raises: AgentError if it is another one now.
+        """
+        found = os.fstat(fd)
+        sandbox, here = (wish.sandbox_id, wish.netns), (found.st_dev, found.st_ino)
+        if self.space is None or self.space[0] != sandbox:
+            self.space = sandbox, here
+        if self.space[1] != here:
+            raise AgentError(f"{wish.netns} leads to another network namespace than its own now")
 
     def asks_for(self, wish: Wish) -> bool:
         """Whether what was done by a wish still is what is wished."""
@@ -107,3 +125,18 @@ class Pod:
             "state": self.state,
             "source": self.wish.source,
         }
+
+
+def opened(path: str) -> int:
+    """Return a descriptor of a pod's namespace. Raises: AgentError."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        said = f"its network namespace {path} cannot be opened: {error.strerror}"
+        raise AgentError(said) from error
+
+
+def gap(since_s: float, told: bool) -> str:
+    """Say for how long connections could get past the proxy: what is not known is not hidden."""
+    open_s = time.monotonic() - since_s
+    return f"connections could get past the proxy for {'' if told else 'at most '}{open_s:.2f} s"

@@ -21,7 +21,7 @@ from agent.node.events import Events
 from agent.node.feed import Change
 from agent.node.findings import Findings
 from agent.node.gate import OPEN
-from agent.node.pod import FIRST_PAUSE_S, SETTLE_S, Pod, Wish
+from agent.node.pod import FIRST_PAUSE_S, SETTLE_S, Pod, Wish, gap, opened
 from agent.node.worker_client import JobFailed
 from agent.node.worker_process import WorkerGone
 
@@ -117,6 +117,11 @@ class Reconciler:
             pod.turn_to(wish)
         self._tell(pod)
         return pod
+
+    def rename(self, key: str, new: str) -> None:
+        """Keep a pod under another key: it is the same one, of which more is known now."""
+        pod = self.pods[new] = self.pods.pop(key)
+        self._publish(Change("gone", pod.row()))
 
     def runs_uncaptured(self, key: str) -> bool:
         """Whether a pod is there that should be captured and was not found so, or made so, yet."""
@@ -255,8 +260,8 @@ class Reconciler:
         await self._apply(pod)
         if drifted:
             pod.settle_s = min(pod.settle_s * 2, LONGEST_SETTLE_S)
-            gap = "the guard kept the pod closed" if found.guarded else _gap(since_s, told)
-            self._drifted(pod, f"{found.text} ({gap})", "repaired")
+            left = "the guard kept the pod closed" if found.guarded else gap(since_s, told)
+            self._drifted(pod, f"{found.text} ({left})", "repaired")
 
     async def _come_late(self, pod: Pod, remedy: Remedy) -> None:
         """Do what the policy says about a pod that has run without its capture so far."""
@@ -344,13 +349,12 @@ class Reconciler:
         if path is None:
             raise AgentError("its network namespace is not known yet")
         try:
-            fd = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
+            fd = await asyncio.to_thread(opened, path)
+        except AgentError:
             pod.deaf()
-            raise AgentError(
-                f"its network namespace {path} cannot be opened: {error.strerror}"
-            ) from error
+            raise
         try:
+            pod.recognise(fd, wish)
             try:
                 return await self._ask(pod, wish, job, fd, *pipe, **more)
             except WorkerGone:  # once more: it is started again, and jobs may be repeated
@@ -390,9 +394,3 @@ def _besides(done: Mapping[str, object]) -> str:
     if number:
         said.append(f"{number} connections that were open go on past the proxy")
     return "".join(f"; {one}" for one in said)
-
-
-def _gap(since_s: float, told: bool) -> str:
-    """Say for how long connections could get past the proxy: what is not known is not hidden."""
-    open_s = time.monotonic() - since_s
-    return f"connections could get past the proxy for {'' if told else 'at most '}{open_s:.2f} s"

@@ -1,6 +1,7 @@
 """Which pods are on the node by what every source says, and what is decided about each."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,9 @@ from agent.node.source import (
     Snapshot,
     Update,
 )
+from agent.node.static_source import identity_of
+
+log = logging.getLogger(__name__)
 
 PLUGIN = "cni"
 
@@ -87,13 +91,30 @@ class Roster:
 
     def describe(self, source: str, record: PodRecord) -> Pod:
         """Decide about one pod and have it kept so."""
-        wish = self.wish_for(source, record)
+        wish = self._as_known(self.wish_for(source, record))
         self.entries[wish.key] = Entry(source, record)
         known = wish.key in self._reconciler.pods
         pod = self._reconciler.want(wish)
         self._tell_remarks(wish, record, known=known)
         self._changed()
         return pod
+
+    def _as_known(self, wish: Wish) -> Wish:
+        """Return a wish with what was told of the same sandbox and is not told now.
+
+        A plugin is called without the UID of its pod by runtimes for Docker, which in turn do not
+        tell where a namespace is.
+        """
+        pods = self._reconciler.pods
+        nameless = pod_key(wish.source, wish.namespace, wish.name, "")
+        known = pods.get(wish.key) or pods.get(nameless)
+        if known is None or known.wish.sandbox_id != wish.sandbox_id:
+            return wish
+        if wish.key not in pods:
+            self._reconciler.rename(nameless, wish.key)
+            self.entries.pop(nameless, None)
+            self.memory.drop(nameless)
+        return replace(wish, netns=known.wish.netns) if wish.netns is None else wish
 
     def _tell_remarks(self, wish: Wish, record: PodRecord, *, known: bool) -> None:
         """Tell what is odd about a pod that the API server knows, once of each thing."""
@@ -144,6 +165,19 @@ class Roster:
         await self._reconciler.forget(key)
         await asyncio.to_thread(self.memory.drop, key)
         self._changed()
+
+    async def let_go(self) -> None:
+        """Forget the pods that only the plugin told of and whose namespace is gone.
+
+        A runtime that is killed between the two never calls the plugin to delete such a pod.
+        """
+        for key, pod in list(self._reconciler.pods.items()):
+            wish = pod.wish
+            if wish.source != PLUGIN or pod.state != "failed" or not wish.netns:
+                continue
+            if await asyncio.to_thread(identity_of, wish.netns) is None:
+                log.info("forgotten, since its namespace is gone", extra={"pod": wish.label})
+                await self.forget(key)
 
     def decide_again(self, policy: Policy) -> None:
         """Go by another policy from now on, for the pods that are there, too."""

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.agent import ARGS, RESULT, Agent, running, wait_for
+from tests.support.agent import ARGS, INJECTED, RESULT, Agent, running, wait_for
 from tests.support.cni_program import Program
 from tests.support.netns import inside, namespace, run
+from tests.support.runtime import Runtime
 
 TABLE = "table inet intercept-agent"
 
@@ -116,6 +117,24 @@ def test_late_del_of_an_older_sandbox_leaves_the_pods_new_one(folder: Path, netn
         inside(second, "nft", "delete", "table", "inet", "intercept-agent")
         wait_for(lambda: TABLE in inside(second, "nft", "list", "ruleset"))
         assert agent.cni("DEL", "", container="new") == (0, None)
+        assert known(agent) == set()
+
+
+def test_calls_without_a_uid_are_about_the_pod_of_their_sandbox(folder: Path, netns: str) -> None:
+    without = ARGS.replace("K8S_POD_UID=u1;", "")
+    with (
+        Runtime(folder / "runtime.sock") as runtime,
+        running(folder, cri={"endpoint": str(runtime.socket)}) as agent,
+    ):
+        assert agent.cni("ADD", netns, args=without, container="web") == (0, RESULT)
+        runtime.run("web", netns, annotations=INJECTED)
+        wait_for(lambda: [pod["source"] for pod in agent.ask("pods")] == ["cri"])
+        assert agent.cni("ADD", netns, args=without, container="web") == (0, RESULT)
+        assert agent.cni("CHECK", netns, args=without, container="web") == (0, None)
+        (pod,) = agent.ask("pods")
+        assert (pod["uid"], pod["state"]) == ("web", "in-sync")
+        runtime.cri.sandboxes.clear()
+        assert agent.cni("DEL", netns, args=without, container="web") == (0, None)
         assert known(agent) == set()
 
 

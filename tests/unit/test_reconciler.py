@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,6 +240,27 @@ def test_namespace_that_is_gone_is_a_sentence() -> None:
         pod = scene.reconciler.want(replace(WISH, netns="/run/netns/it-never"))
         await scene.until(lambda: pod.state == "failed")
         assert "/run/netns/it-never cannot be opened" in pod.detail
+
+    play(part)
+
+
+def test_path_that_leads_to_another_namespace_later_is_not_followed(tmp_path: Path) -> None:
+    """As of a process whose number was given to one of another pod."""
+    path = tmp_path / "ns"
+    path.symlink_to("/proc/self/ns/net")
+
+    async def part(scene: Scene) -> None:
+        pod = scene.reconciler.want(replace(WISH, netns=str(path)))
+        await scene.until(lambda: pod.state == "in-sync")
+        path.unlink()
+        path.symlink_to("/proc/self/ns/uts")
+        await scene.until(lambda: pod.state == "failed")
+        assert "another network namespace" in pod.detail
+        done = len(scene.jobs.done)
+        await scene.until(lambda: pod.failures > 3)
+        assert len(scene.jobs.done) == done
+        scene.reconciler.want(replace(pod.wish, sandbox_id="s2"))
+        await scene.until(lambda: pod.state == "in-sync")
 
     play(part)
 

@@ -77,6 +77,47 @@ def test_pods_follow_what_their_own_source_says(tmp_path: Path) -> None:
     play(tmp_path, part)
 
 
+def test_pod_of_a_call_without_a_uid_is_the_one_that_the_runtime_tells_of(tmp_path: Path) -> None:
+    """As with Docker, whose runtime does not tell where the namespace is either."""
+
+    async def part(scene: Scene) -> None:
+        kept = scene.roster.describe(PLUGIN, replace(WEB, uid=""))
+        await scene.reconciler.enrol(kept)
+        scene.memory.keep(kept.wish)
+        scene.roster.hear("cri", Changed(source="cri", pod=replace(WEB, netns=None)))
+        assert list(scene.reconciler.pods) == ["pod/shop/web/u1"]
+        assert scene.reconciler.pods["pod/shop/web/u1"] is kept
+        await until(lambda: kept.state == "in-sync" and kept.wish.source == "cri")
+        assert kept.wish.netns == WEB.netns
+        assert scene.jobs.done.count("apply") == 1
+        assert scene.memory.load() == []
+        other = replace(WEB, uid="u9", sandbox_id="s9")
+        scene.roster.hear("cri", Changed(source="cri", pod=other))
+        assert len(scene.reconciler.pods) == 2
+
+    play(tmp_path, part)
+
+
+def test_pod_that_only_the_plugin_told_of_ends_with_its_namespace(tmp_path: Path) -> None:
+    space = tmp_path / "space"
+    space.symlink_to("/proc/self/ns/net")
+
+    async def part(scene: Scene) -> None:
+        told = scene.roster.describe(PLUGIN, replace(WEB, netns=str(space)))
+        listed = replace(WEB, name="listed", netns=str(tmp_path / "never"))
+        scene.roster.hear("cri", Changed(source="cri", pod=listed))
+        await until(lambda: told.state == "in-sync")
+        await scene.roster.let_go()
+        assert scene.captured() == {"web": True, "listed": True}
+        space.unlink()
+        told.wake.set()
+        await until(lambda: told.state == "failed")
+        await scene.roster.let_go()
+        assert scene.captured() == {"listed": True}
+
+    play(tmp_path / "state", part)
+
+
 def test_another_policy_counts_for_the_pods_that_are_there(tmp_path: Path) -> None:
     async def part(scene: Scene) -> None:
         scene.roster.describe(PLUGIN, WEB)

@@ -33,13 +33,18 @@ class Jobs:
         return answer
 
 
+async def nothing() -> None:
+    """There are no pods."""
+
+
 def alarms(*answers: Mapping[str, object] | None) -> int:
     """Return how often the alarm was raised over these answers."""
     raised: list[None] = []
 
     async def sweep() -> None:
         jobs = Jobs((*answers, FINE))
-        task = asyncio.create_task(Sweeper(jobs, lambda: raised.append(None), pause_s=0).run())
+        sweeper = Sweeper(jobs, lambda: raised.append(None), nothing, pause_s=0)
+        task = asyncio.create_task(sweeper.run())
         async with asyncio.timeout(20):
             await jobs.last.wait()
         task.cancel()
