@@ -150,7 +150,7 @@ def sandbox(
         labels=own,
         annotations=reader.texts(document, "annotations", ()),
         host_network=host_network,
-        runtime_class=runtime_handler or None,
+        runtime_handler=runtime_handler or None,
     )
     if not (found.get(CRI_NAMESPACE) and found.get(CRI_NAME)):
         missing = f"{CRI_NAMESPACE} and {CRI_NAME} are missing: no kubelet made this sandbox"

@@ -312,18 +312,25 @@ def _mode_none(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | Non
 def _runtime_class(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | None:
     """Rules in the namespace look right and catch nothing: sandboxes have a stack of their own.
 
-    The pod asks for a capture that cannot be, so it fails closed (field report 40).
+    The pod asks for a capture that cannot be, so it fails closed (field report 40). The class is
+    the API server's word and may have any name; what it means the runtime tells, once it runs.
     """
-    words = re.split(r"[^a-z0-9]+", (pod.runtime_class or "").lower())
-    if not any(word in words for word in policy.uncapturable_runtimes):
+    told = {"runtimeClassName": pod.runtime_class, "the runtime's handler": pod.runtime_handler}
+    what = next((what for what, name in told.items() if _is_sandbox(name, policy)), None)
+    if what is None:
         return None
     after = "" if policy.closed else "; it starts uncaptured (failure policy open)"
     return _left(
         Reason.RUNTIME_CLASS,
-        f"runtimeClassName is {shown(pod.runtime_class)}: such a sandbox has a network stack of "
-        f"its own, in which its traffic cannot be captured{after}",
+        f"{what} is {shown(told[what])}: such a sandbox has a network stack of its own, in which "
+        f"its traffic cannot be captured{after}",
         refuse=policy.closed,
     )
+
+
+def _is_sandbox(name: str | None, policy: Policy) -> bool:
+    words = re.split(r"[^a-z0-9]+", (name or "").lower())
+    return any(word in words for word in policy.uncapturable_runtimes)
 
 
 _RULES: tuple[Callable[[Pod, Namespace, Policy], Decision | None], ...] = (

@@ -64,6 +64,7 @@ class Pod:
     containers: tuple[Container, ...] | None = None
     host_network: bool | None = None
     runtime_class: str | None = None
+    runtime_handler: str | None = None  # what the class means to the runtime, which alone tells it
     run_as_user: int | None = None
     run_as_group: int | None = None
 

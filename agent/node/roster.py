@@ -120,10 +120,10 @@ class Roster:
         """Tell what is odd about a pod that the API server knows, once of each thing."""
         said = self.facts.pod(wish.namespace, wish.name, wish.uid)
         decision = decision_for(record, self.policy, self.facts)
-        if said is None or decision is None:
+        if decision is None or (said is None and not decision.refuse):
             return
-        found = {("remark", sentence) for sentence in decision.warnings}
-        if decision.settings is not None:
+        found = {("remark", sentence) for sentence in decision.warnings if said}
+        if said is not None and decision.settings is not None:
             ways = risks(said, decision.settings)
             found = {("bypass-risk", way) for way in ways} | {f for f in found if f[1] not in ways}
         elif decision.refuse:
@@ -260,7 +260,7 @@ def said_by(known: ModelPod | None, pod: ModelPod) -> ModelPod:
         known,
         uid=pod.uid,
         host_network=known.host_network or pod.host_network,
-        runtime_class=known.runtime_class or pod.runtime_class,
+        runtime_handler=pod.runtime_handler,
     )
 
 
@@ -273,6 +273,7 @@ def model_of(record: PodRecord) -> ModelPod:
         labels=record.labels,
         annotations=record.annotations,
         host_network=record.host_network,
+        runtime_handler=record.runtime_handler or None,
     )
 
 

@@ -45,6 +45,7 @@ class PodRecord:
     labels: Mapping[str, str] = field(default_factory=dict)
     host_network: bool = False
     ips: tuple[Address, ...] = ()
+    runtime_handler: str = ""
     ready: bool = True
     settings: Mapping[str, object] | None = None
     network: str = ""

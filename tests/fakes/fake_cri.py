@@ -42,6 +42,7 @@ class FakeSandbox:
     host_network: bool = False
     closed: bool = False
     info: str | None = None
+    runtime_handler: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +139,7 @@ class FakeCri:
                 created_at=sandbox.created_at_ns,
                 labels=sandbox.labels,
                 annotations=sandbox.annotations,
+                runtime_handler=sandbox.runtime_handler,
             )
             for sandbox in self.sandboxes.values()
         ]

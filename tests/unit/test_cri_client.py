@@ -48,7 +48,7 @@ def asked(
 
 def test_sandbox_is_read_with_its_details(path: Path) -> None:
     cri = FakeCri()
-    cri.add(changed(WEB, ips=("10.0.0.5", "fd00::5")))
+    cri.add(changed(WEB, ips=("10.0.0.5", "fd00::5"), runtime_handler="crun"))
 
     async def body(client: CriClient) -> None:
         [found] = await client.sandboxes()
@@ -61,6 +61,7 @@ def test_sandbox_is_read_with_its_details(path: Path) -> None:
         )
         assert found.ips == (ip_address("10.0.0.5"), ip_address("fd00::5"))
         assert (found.labels, found.annotations) == ({"app": "web"}, {"on": "yes"})
+        assert found.runtime_handler == "crun"
 
     asked(cri, path, body)
 

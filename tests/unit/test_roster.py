@@ -37,7 +37,10 @@ class Scene:
             self.jobs, Events(lambda: 0.0), FakeMeter(), mode="repair", backend="auto", guard="off"
         )
         self.memory = Memory(folder)
-        self.roster = Roster(self.reconciler, self.memory, POLICY)
+        self.told: list[tuple[str, str, str]] = []
+        self.roster = Roster(
+            self.reconciler, self.memory, POLICY, tell=lambda *one: self.told.append(one)
+        )
 
     def captured(self) -> dict[str, bool]:
         pods = self.reconciler.pods.values()
@@ -116,6 +119,23 @@ def test_pod_that_only_the_plugin_told_of_ends_with_its_namespace(tmp_path: Path
         assert scene.captured() == {"listed": True}
 
     play(tmp_path / "state", part)
+
+
+def test_sandbox_that_no_rule_reaches_is_known_by_the_word_of_the_runtime(tmp_path: Path) -> None:
+    """Nobody may know its class: without an API server nobody does."""
+
+    async def part(scene: Scene) -> None:
+        web = scene.roster.describe("cri", replace(WEB, runtime_handler="runsc"))
+        assert (web.wish.settings, web.wish.reason) == (None, "runtime-class")
+        assert scene.told == [("refused", "shop/web", web.wish.text)]
+        assert "the runtime's handler is 'runsc'" in web.wish.text
+        scene.roster.describe("cri", replace(WEB, name="api", uid="u3", runtime_handler="runc"))
+        assert scene.captured() == {"web": False, "api": True}
+        scene.roster.facts = Says()
+        named = scene.roster.describe("cri", replace(WEB, runtime_handler="kata-qemu"))
+        assert named.wish.settings is None
+
+    play(tmp_path, part)
 
 
 def test_another_policy_counts_for_the_pods_that_are_there(tmp_path: Path) -> None:

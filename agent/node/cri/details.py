@@ -38,6 +38,7 @@ class Sandbox:
     netns_path: str | None = None
     pid: int | None = None
     ips: tuple[Address, ...] = ()
+    runtime_handler: str = ""
     detailed: bool = False
 
     @property
@@ -155,6 +156,7 @@ def listed(item: api_pb2.PodSandbox) -> Sandbox:
         created_at_ns=item.created_at,
         labels=dict(item.labels),
         annotations=dict(item.annotations),
+        runtime_handler=item.runtime_handler,
     )
 
 

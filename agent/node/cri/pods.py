@@ -58,6 +58,7 @@ def record(sandbox: Sandbox) -> PodRecord:
         labels=sandbox.labels,
         host_network=sandbox.host_network,
         ips=sandbox.ips,
+        runtime_handler=sandbox.runtime_handler,
         ready=sandbox.ready,
     )
 
