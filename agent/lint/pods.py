@@ -6,6 +6,7 @@ from typing import Any
 
 from agent.lint.metadata import native_sidecar
 from agent.model import annotations as names
+from agent.model import values
 from agent.model.note import Note
 from agent.model.numbers import PROXY_PORTS
 from agent.model.pod import MESH_CONTAINERS, PROXY, Container, Pod
@@ -13,6 +14,7 @@ from agent.model.settings import Settings
 from agent.model.values import FALSE_WORDS, MAX_PORT, shown
 
 REWRITE = f"{names.SIDECAR}rewriteAppHTTPProbers"
+RANGE, RESERVED = "net.ipv4.ip_local_port_range", "net.ipv4.ip_local_reserved_ports"
 
 # Words of a command line that speak of the network; no more than a good guess.
 _NETWORK = re.compile(
@@ -77,6 +79,35 @@ def warnings(pod: Pod, spec: Mapping[str, Any], settings: Settings) -> Iterator[
             "the iptables backends cannot write rules about users",
             hint="use the nftables backend for it",
             at=("spec", "hostUsers"),
+        )
+    yield from _sysctls(spec)
+
+
+def _sysctls(spec: Mapping[str, Any]) -> Iterator[Note]:
+    """Yield a range of source ports that holds the proxy's: whoever dials may have one by then."""
+    context = spec.get("securityContext")
+    given = _mappings(context, "sysctls") if isinstance(context, Mapping) else []
+    found = {str(one.get("name")).replace("/", "."): str(one.get("value")) for one in given}
+    bounds = found.get(RANGE, "").split()
+    if len(bounds) != 2 or not all(bound.isdecimal() for bound in bounds):
+        return
+    try:
+        reserved = values.ports(found.get(RESERVED, ""))
+    except values.BadValue:
+        reserved = ()
+    taken = [
+        port
+        for port in sorted(PROXY_PORTS)
+        if int(bounds[0]) <= port <= int(bounds[1]) and not any(port in span for span in reserved)
+    ]
+    if taken:
+        index = next(at for at, one in enumerate(given) if str(one.get("value")) == found[RANGE])
+        yield Note(
+            message=f"sysctl {RANGE} is {shown(found[RANGE])}: a connection may be given port "
+            f"{taken[0]}, and a proxy that starts then cannot listen there",
+            hint=f'set {RESERVED} to "{min(PROXY_PORTS)}-{max(PROXY_PORTS)}" as well, or begin the '
+            f"range above {max(PROXY_PORTS)}",
+            at=("spec", "securityContext", "sysctls", index, "value"),
         )
 
 

@@ -552,6 +552,37 @@ def test_pod_that_cannot_be_captured_as_it_asks_is_told(spec: str, path: str, wo
     assert (problem.path, word in problem.message) == (path, True)
 
 
+@pytest.mark.parametrize(
+    ("port_range", "reserved", "taken"),
+    [
+        ("1024 65535", None, 15000),
+        ("1024\t65535", "15000,15001", 15004),
+        ("15090 20000", None, 15090),
+        ("1024 65535", "15000-15090", None),
+        ("1024 65535", "8080,15000-15020,15021-15100", None),
+        ("15091 65535", None, None),
+        ("32768 60999", None, None),
+        ("1024", None, None),
+        ("many", None, None),
+    ],
+)
+def test_range_of_source_ports_that_holds_those_of_the_proxy_is_told(
+    port_range: str, reserved: str | None, taken: int | None
+) -> None:
+    sysctls = [{"name": "net.core.somaxconn", "value": "1024"}]
+    sysctls.append({"name": "net.ipv4.ip_local_port_range", "value": port_range})
+    if reserved:
+        sysctls.append({"name": "net.ipv4.ip_local_reserved_ports", "value": reserved})
+    spec = json.dumps({"sysctls": sysctls})
+    report = linted(template("Pod") + f"  securityContext: {spec}\n")
+    if taken is None:
+        assert report.problems == ()
+        return
+    problem = only(report)
+    assert problem.path == "spec.securityContext.sysctls[1].value"
+    assert f"port {taken}," in problem.message
+
+
 def test_probe_that_the_proxy_would_answer_is_told() -> None:
     text = """
         kind: Pod
