@@ -69,6 +69,7 @@ def _with_spec(known: Pod, spec: Mapping[str, object], reader: "_Reader") -> Pod
         containers=(
             *_containers(spec, "initContainers", reader),
             *_containers(spec, "containers", reader),
+            *_containers(spec, "ephemeralContainers", reader),
         ),
         host_network=reader.flag(spec, "hostNetwork", SPEC),
         runtime_class=reader.text(spec, "runtimeClassName", SPEC),
@@ -86,6 +87,7 @@ def _containers(spec: Mapping[str, object], key: str, reader: "_Reader") -> Iter
         yield Container(
             name=reader.text(entry, "name", at),
             init=key == "initContainers",
+            ephemeral=key == "ephemeralContainers",
             restart_policy=reader.text(entry, "restartPolicy", at),
             image=reader.text(entry, "image", at),
             args=reader.items(entry, "args", at),

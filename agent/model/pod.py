@@ -29,6 +29,7 @@ class Container:
 
     name: str
     init: bool = False
+    ephemeral: bool = False  # added to a pod that runs, as `kubectl debug` does
     restart_policy: str = ""
     image: str = ""
     args: tuple[str, ...] = ()
@@ -41,7 +42,8 @@ class Container:
     @property
     def at(self) -> Place:
         """Where it stands in its pod."""
-        return ("spec", "initContainers" if self.init else "containers", self.name)
+        ordinary = "ephemeralContainers" if self.ephemeral else "containers"
+        return ("spec", "initContainers" if self.init else ordinary, self.name)
 
     def variable_at(self, name: str) -> Place:
         return (*self.at, "env", name, "value")

@@ -1175,3 +1175,13 @@ def test_100_container_that_can_undo_the_capture_is_a_risk_and_the_mesh_own_is_n
         found = risks(pod, settings_of(decide(pod, Namespace(name="shop"), Policy())))
         assert said in "".join(found)
         assert len(found) == bool(said)
+        debugged = kube.pod(document(ephemeralContainers=[container("debugger", **app)]))
+        found = risks(debugged, settings_of(decide(debugged, Namespace(name="shop"), Policy())))
+        assert said.replace("app", "debugger") in "".join(found)
+
+
+def test_container_stands_in_the_section_that_it_is_of() -> None:
+    pod = kube.pod(document(init=(container("set-up"),), ephemeralContainers=[container("debug")]))
+    assert [one.at[1] for one in pod.containers or ()] == [
+        *("initContainers", "containers", "containers", "ephemeralContainers")
+    ]
