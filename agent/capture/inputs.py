@@ -98,10 +98,11 @@ def _dns_servers(values: dict[str, object], target: Target | None) -> None:
         everyone = _says(values, "capture_all_dns") or values.get("mode") == AMBIENT
         if everyone or not _says(values, "redirect_dns"):
             return
-        path = resolvconf.RESOLV_CONF
-        if target is not None:
-            path = resolvconf.path_for(target.name, target.netns.id)
-        given = list(resolvconf.servers(path))
+        given = list(
+            resolvconf.own_servers()
+            if target is None
+            else resolvconf.servers(target.name, target.netns.id)
+        )
     if given is None:
         return
     items = given if isinstance(given, list) else [i for i in str(given).split(",") if i]

@@ -179,8 +179,10 @@ class _Reader:
             return state, (*state.unreadable, *hidden(session, state))
 
     def _name_servers(self) -> tuple[str, ...]:
-        path = resolvconf.path_for(self._facts.target, self._netns.id)
-        return self._seen.part("the name servers", lambda: resolvconf.servers(path)) or ()
+        found = self._seen.part(
+            "the name servers", lambda: resolvconf.servers(self._facts.target, self._netns.id)
+        )
+        return found or ()
 
     def _processes(self) -> None:
         living = self._seen.part("processes", lambda: processes.living_in(self._netns))

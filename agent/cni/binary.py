@@ -22,7 +22,7 @@ from pathlib import Path
 
 from agent.cni.folder import Folder, explained
 from agent.formats.cni_config import TYPE, VERSIONS
-from agent.kernel import package
+from agent.kernel import files, package
 from agent.model.errors import AgentError, EnvironmentLacks
 
 INTERPRETERS = (
@@ -32,6 +32,7 @@ INTERPRETERS = (
 )
 FLAGS = "-ISE"
 MODE = 0o755
+MAX_PROGRAM = 64 << 20
 MAX_SHEBANG_BYTES = 127  # what kernels before 5.1 read of the first line
 PROOF_TIMEOUT_S = 10.0
 
@@ -95,7 +96,7 @@ def put(
 
 def _put_program(folder: Folder, program: str) -> None:
     with explained(f"cannot read {program}"):
-        contents = Path(program).read_bytes()
+        contents = files.read(Path(program), MAX_PROGRAM)
     with explained(f"cannot write {folder.path}/{TYPE}"):
         draft = folder.draft(TYPE, contents, MODE)
     try:
@@ -132,7 +133,7 @@ def differences(
 
 def _program_differences(found: bytes, program: str) -> list[str]:
     try:
-        if found == Path(program).read_bytes():
+        if found == files.read(Path(program), MAX_PROGRAM):
             return []
     except OSError as error:
         return [f"{program}, which binary {TYPE} is to be, cannot be read: {error.strerror}"]

@@ -23,6 +23,7 @@ from agent.model.ruleset import Chain, Family, Rule, Ruleset, Table
 from agent.model.settings import dump
 from agent.model.state import EBPF
 
+MAX_BYTES = 64 << 20  # 200,000 rules
 FIRST_LINE = "# intercept-agent clean: backup, format 1"
 NAMESPACE = "# namespace "
 SECTION = "# section "
@@ -173,8 +174,12 @@ def read(path: Path) -> tuple[Saved, ...]:
 
     Raises: InvalidSettings if it is none; OSError.
     """
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise InvalidSettings((f"{path} is no backup of `clean`: it is larger than one can be",))
     # Only at line feeds: a comment may hold all else that Unicode calls the end of a line.
-    lines = path.read_bytes().decode(errors="surrogateescape").removesuffix("\n").split("\n")
+    lines = data.decode(errors="surrogateescape").removesuffix("\n").split("\n")
     if lines[0] != FIRST_LINE:
         raise InvalidSettings((f"{path} is no backup of `clean`: its first line is not ours",))
     found: list[Saved] = []

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.formats import cni_config
+from agent.kernel import files
 from agent.leftovers.finding import Finding, Kind, Severity, Where
 from agent.model import catalogue
 from agent.model.errors import InvalidSettings
@@ -39,9 +40,10 @@ def findings(folders: Folders) -> Iterator[Finding]:
     used = True
     for path in _files(folders.conf_dir):
         try:
-            found = cni_config.parse(path.name, path.read_bytes())
+            found = cni_config.parse(path.name, files.read(path, cni_config.MAX_BYTES))
         except (InvalidSettings, OSError) as error:
-            yield _broken(path, str(error))
+            why = error.strerror if isinstance(error, OSError) else None
+            yield _broken(path, why or str(error))
             continue
         missing = _missing(found.plugins, folders.bin_dirs)
         if missing:
