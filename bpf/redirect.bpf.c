@@ -657,9 +657,12 @@ inline_always void take_over(struct bpf_sock_ops *ctx)
 inline_always void keep_listener(struct bpf_sock_ops *ctx)
 {
 	struct listener key = {};
-	__u32 port = ctx->local_port, yes = 1;
+	__u32 port = ctx->local_port, yes = 1, first = 0;
 	struct capture *c;
 
+	/* This has the program hold the map, by which its pin can be put back. */
+	if (!bpf_map_lookup_elem(&about, &first))
+		return;
 	key.netns = bpf_get_netns_cookie(ctx);
 	c = bpf_map_lookup_elem(&captures, &key.netns);
 	if (!c || (port != c->proxy_port && port != c->inbound_port))

@@ -69,15 +69,13 @@ def release(session: Session) -> None:
     about, cookie = bpf_pins.about(), session.netns.cookie()
     if about is None or cookie is None:
         return
-    if about.layout == 0:
+    if not about.layout and not ebpf_sweep.enrolled():
         bpf_pins.unload()
         return
     ebpf_node.migrate_older(about)
     ebpf_sweep.let_go(cookie)
     ebpf_sweep.sweep()
-    with bpf_pins.open_map("captures") as captures:
-        idle = not any(captures.keys())
-    if idle:
+    if not ebpf_sweep.enrolled():
         bpf_pins.unload()
 
 

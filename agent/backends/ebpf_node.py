@@ -40,12 +40,14 @@ def bring_up() -> None:
 
 
 def migrate_older(about: bpf_pins.About) -> None:
-    """Take over what an older version laid out in another way. Hold the lock.
+    """Take over what an older version laid out in another way, or loaded half. Hold the lock.
 
     Raises: as `bring_up`.
     """
     refuse_other_layout(about)
-    if about.layout not in (0, LAYOUT):
+    if not about.layout:
+        bpf_pins.load()
+    elif about.layout != LAYOUT:
         ebpf_migration.migrate(about.layout)
 
 
@@ -53,6 +55,10 @@ def faults(about: bpf_pins.About) -> Iterator[str]:
     """Say what is not as this version would have it."""
     if about != bpf_pins.About(LAYOUT, bpf_pins.build()):
         yield f"the programs are not those {OTHER_VERSION}"
+    for name in sorted(bpf_pins.lost()):
+        yield f"the pin of the map {name} is gone"
+    if not bpf_pins.pods().exists():
+        yield "the folder of the namespaces' pins is gone"
     links = str(bpf_pins.links())
     for hook in bpf_loader.HOOKS:
         found = bpf.link_at(f"{links}/{hook}")

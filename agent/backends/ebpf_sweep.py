@@ -5,6 +5,7 @@ that lives, whose capture must not end with that: a link without a target, or an
 link, is of a namespace that is gone only if none that can be seen has its cookie.
 """
 
+import contextlib
 import os
 import random
 from collections.abc import Iterable
@@ -33,11 +34,11 @@ def sweep(most: int | None = None) -> Swept:
 
     Raises: OSError.
     """
-    names = os.listdir(bpf_pins.pods())
+    names = os.listdir(bpf_pins.pods()) if bpf_pins.pods().exists() else []
     looked_at = names if most is None else random.sample(names, min(most, len(names)))
     lost = {int(name) for name in looked_at if _is_without_target(int(name))}
     if most is None and namespaces.all_visible():
-        lost |= _enrolled() - {int(name) for name in names}
+        lost |= enrolled() - {int(name) for name in names}
     gone = lost - namespaces.cookies() if lost else lost
     for cookie in gone:
         let_go(cookie)
@@ -53,8 +54,10 @@ def sweep_node() -> Swept:
     about = bpf_pins.about()
     if about is None or about.layout not in (0, LAYOUT):
         return Swept()
-    swept = sweep() if about.layout else Swept()
-    if not about.layout or not _enrolled():  # half of them: whoever loaded them was killed
+    if not about.layout and enrolled():  # else half of them: whoever loaded them was killed
+        ebpf_node.migrate_older(about)
+    swept = sweep()
+    if not enrolled():
         bpf_pins.unload()
         return swept
     return replace(swept, faults=(*swept.faults, *ebpf_node.faults(about)))
@@ -83,6 +86,11 @@ def _is_without_target(cookie: int) -> bool:
     return found is not None and found.target == 0
 
 
-def _enrolled() -> set[int]:
-    with bpf_pins.open_map("captures") as captures:
+def enrolled() -> set[int]:
+    """Return the cookies of all namespaces that are captured. Raises: OSError."""
+    with (
+        contextlib.suppress(FileNotFoundError),  # loaded half, and not that far
+        bpf_pins.open_map("captures") as captures,
+    ):
         return {COOKIE.unpack(key)[0] for key in captures.keys()}  # noqa: SIM118
+    return set()

@@ -18,13 +18,13 @@ SYSCALL = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x
 # linux/bpf.h, enum bpf_cmd
 MAP_LOOKUP_ELEM, MAP_UPDATE_ELEM, MAP_DELETE_ELEM, MAP_GET_NEXT_KEY = 1, 2, 3, 4
 PROG_LOAD, OBJ_PIN, OBJ_GET = 5, 6, 7
-PROG_GET_FD_BY_ID, OBJ_GET_INFO_BY_FD, PROG_QUERY = 13, 15, 16
+PROG_GET_FD_BY_ID, MAP_GET_FD_BY_ID, OBJ_GET_INFO_BY_FD, PROG_QUERY = 13, 14, 15, 16
 LINK_CREATE, LINK_UPDATE = 28, 29
 
 PROG_TYPE_SK_LOOKUP = 30
 ATTACH_SK_LOOKUP = 36
 LICENSE = b"Dual BSD/GPL\0"
-MOST_PROGRAMS = 64
+MOST_PROGRAMS = MOST_MAPS = 64
 QUERY_EFFECTIVE = 1
 
 _number = SYSCALL.get(platform.machine())
@@ -87,7 +87,11 @@ class Map:
     @classmethod
     def at(cls, path: str | os.PathLike[str]) -> "Map":
         """Open a pinned map."""
-        fd = get(path)
+        return cls.of(get(path))
+
+    @classmethod
+    def of(cls, fd: int) -> "Map":
+        """Take over a descriptor."""
         try:
             _, _, key_bytes, value_bytes = struct.unpack_from("=IIII", info(fd, 16))
         except BaseException:
@@ -220,11 +224,19 @@ def link_at(path: str | os.PathLike[str]) -> LinkInfo | None:
 
 def program_name(identity: int) -> str:
     """Return the name that a loaded program was given."""
-    fd = call(PROG_GET_FD_BY_ID, struct.pack("=II", identity, 0))[0]
-    try:
+    with opened(call(PROG_GET_FD_BY_ID, struct.pack("=II", identity, 0))[0]) as fd:
         return info(fd, 80)[64:80].rstrip(b"\0").decode(errors="replace")
-    finally:
-        os.close(fd)
+
+
+def maps_of(program: int) -> Iterator[tuple[str, int]]:
+    """Yield the names of the maps that a loaded program holds, each with a descriptor meanwhile."""
+    ids = (ctypes.c_uint32 * MOST_MAPS)()
+    asked = struct.pack("=52xIQ", MOST_MAPS, ctypes.addressof(ids))  # struct bpf_prog_info
+    with opened(call(PROG_GET_FD_BY_ID, struct.pack("=II", program, 0))[0]) as fd:
+        (count,) = struct.unpack_from("=I", info(fd, len(asked), asked), 52)
+    for identity in ids[: min(count, MOST_MAPS)]:
+        with opened(call(MAP_GET_FD_BY_ID, struct.pack("=II", identity, 0))[0]) as fd:
+            yield info(fd, 40)[24:40].rstrip(b"\0").decode(errors="replace"), fd
 
 
 def attached(target: int, kind: int) -> tuple[int, ...]:
@@ -238,8 +250,11 @@ def attached(target: int, kind: int) -> tuple[int, ...]:
     return tuple(ids[: min(count, MOST_PROGRAMS)])
 
 
-def info(fd: int, size: int) -> bytes:
-    """Return the first bytes of what the kernel tells of an object. Raises: OSError."""
-    told = ctypes.create_string_buffer(size)
+def info(fd: int, size: int, asked: bytes = b"") -> bytes:
+    """Return the first bytes of what the kernel tells of an object. Raises: OSError.
+
+    `asked` is for what it takes of them as a question.
+    """
+    told = ctypes.create_string_buffer(asked, size)
     call(OBJ_GET_INFO_BY_FD, struct.pack("=IIQ", fd, size, _at(told)))
     return told.raw

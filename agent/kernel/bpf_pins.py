@@ -23,6 +23,12 @@ from agent.model.enrolment import LAYOUT
 from agent.model.errors import EnvironmentLacks, KernelRejected
 
 OBJECTS = Path(__file__).parent / "objects"
+MAPS = frozenset(
+    (
+        *("about", "captures", "own_addresses", "listeners", "listened", "passing"),
+        *("handshakes", "dialled", "accepted"),
+    )
+)
 OBJECT_NAMES = ("adopt.bpf.o", "inbound.bpf.o", "redirect.bpf.o")
 ROOT_CGROUP = bpf_loader.ROOT_CGROUP
 LOADER_TIMEOUT_S = 60.0
@@ -51,7 +57,7 @@ def about() -> About | None:
     if not base().exists():
         return None
     try:
-        with bpf.Map.at(base() / "maps" / "about") as found:
+        with open_map("about") as found:
             value = found.lookup(bytes(4)) or bytes(24)
     except FileNotFoundError:
         value = bytes(24)
@@ -64,8 +70,32 @@ def upcoming() -> Path:
 
 
 def open_map(name: str) -> bpf.Map:
-    """Open one of the maps. Raises: FileNotFoundError where nothing is loaded."""
-    return bpf.Map.at(base() / "maps" / name)
+    """Open one of the maps, also if its pin is gone.
+
+    Raises: FileNotFoundError where nothing is loaded.
+    """
+    try:
+        return bpf.Map.at(base() / "maps" / name)
+    except FileNotFoundError:
+        for found, fd in _held():
+            if found == name:
+                return bpf.Map.of(os.dup(fd))
+        raise
+
+
+def lost() -> frozenset[str]:
+    """Return the names of the maps whose pins somebody removed."""
+    with contextlib.suppress(FileNotFoundError):
+        return MAPS - frozenset(os.listdir(base() / "maps"))
+    return MAPS
+
+
+def _held() -> Iterator[tuple[str, int]]:
+    """Yield the maps that the pinned programs hold, by name; some of them more than once."""
+    for path in (*(links() / hook for hook in bpf_loader.HOOKS), adopter()):
+        found = bpf.link_at(path)
+        if found is not None:
+            yield from bpf.maps_of(found.program)
 
 
 def links() -> Path:
@@ -137,8 +167,15 @@ def unloadable() -> str | None:
 def load() -> None:
     """Load the programs, or put this version's in the place of another's. Hold the lock.
 
+    Pins that somebody removed come back, with what their maps hold.
+
     Raises: KernelRejected, EnvironmentLacks.
     """
+    if base().exists():
+        (base() / "maps").mkdir(exist_ok=True)
+    for name, fd in _held():
+        with contextlib.suppress(FileExistsError):
+            bpf.pin(fd, base() / "maps" / name)
     _load(base(), None)
 
 

@@ -8,6 +8,7 @@ INTERCEPT_EBPF_SEED=1          which walk it is; a failure prints it
 import contextlib
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.backends import ebpf
+from agent.backends import ebpf, ebpf_sweep
 from agent.formats.bpf_capture import COOKIE
 from agent.kernel import bpf, bpf_loader, bpf_pins
 from agent.model.state import EBPF
@@ -154,6 +155,35 @@ def test_an_entry_whose_pin_is_gone_goes_with_its_namespace(netns: str) -> None:
         bpf_pins.pod_pin(cookie(other)).unlink()
     eventually(lambda: entries()["captures"] == 1)
     assert checked(netns).in_sync
+
+
+@pytest.mark.parametrize("what", ["maps/captures", "maps/about", "maps/dialled", "maps", "pods"])
+def test_pins_that_are_removed_come_back_with_what_they_held(netns: str, what: str) -> None:
+    """The programs still hold the maps. Nobody is let go meanwhile, but who asks for that."""
+    with namespace("other") as other:
+        for each in (netns, other):
+            capture(each)
+        before, held = pinned(), entries()
+        for go_on in (ebpf.sweep, lambda: release(other), lambda: capture(other)):
+            remove_pins(bpf_pins.base() / what)
+            assert pinned() < before
+            go_on()
+            assert cookie(netns) in ebpf_sweep.enrolled()
+            for each in (netns, other):
+                capture(each)
+                assert found_wrong(each) == []
+            assert (pinned(), entries()) == (before, held)
+        remove_pins(bpf_pins.base() / what)
+        for each in (other, netns):
+            release(each)
+    assert pinned() == set()
+
+
+def remove_pins(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def test_half_loaded_programs_that_nobody_needs_go(netns: str) -> None:
