@@ -1,21 +1,29 @@
 """Put the CNI plugin and its entry on this node, take both away, or tell what differs."""
 
 import argparse
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from agent.cli import holding, output
+from agent.cli.cni_places import told, unfound, unread
 from agent.cli.holding import Held
 from agent.cni import installer
 from agent.cni.folder import Busy, Changed
 from agent.cni.installer import Place, Report
 from agent.formats.cni_config import POLICIES, Entry
+from agent.model.errors import EnvironmentLacks
 from agent.node import config
+from agent.node.config import Config
+
+if TYPE_CHECKING:
+    from agent.node.cri.details import CniPlaces
 
 EXAMPLES = """examples:
-  intercept-agent cni install                          into /etc/cni/net.d and /opt/cni/bin
+  intercept-agent cni install                          where the runtime looks for plugins
   intercept-agent cni check -o json                    exit 1 if anything differs
   intercept-agent cni install --conf-dir /host/etc/cni/net.d --bin-dir /host/opt/cni/bin
   intercept-agent cni install --config /etc/intercept-agent/config.yaml
@@ -33,9 +41,15 @@ TRIES, PAUSE_S = 50, 0.1
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("install", "uninstall", "check"))
     parser.add_argument(
-        "--conf-dir", metavar="D", help=f"CNI configurations (default {installer.CONF_DIR})"
+        "--conf-dir",
+        metavar="D",
+        help=f"CNI configurations (default what the runtime says, or {installer.CONF_DIR})",
     )
-    parser.add_argument("--bin-dir", metavar="D", help=f"plugins (default {installer.BIN_DIR})")
+    parser.add_argument(
+        "--bin-dir",
+        metavar="D",
+        help=f"plugins (default what the runtime says, or {installer.BIN_DIR})",
+    )
     parser.add_argument(
         "--config", metavar="FILE", help="the agent's configuration: socket, cni.conf_dir, ..."
     )
@@ -66,8 +80,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    place = _place(arguments)
+    found = config.load(arguments.config)
+    places = asyncio.run(told(found.cri_endpoint))
+    place = _place(arguments, found, places)
+    if arguments.action == "install" and (reason := unfound(place, places)):
+        raise EnvironmentLacks(f"{reason}; name one of these with --bin-dir; nothing was changed")
     done = _patiently(lambda: _act(arguments, place))
+    if arguments.action != "uninstall" and (reason := unread(place, places)):
+        done = replace(done, warnings=(*done.warnings, reason))
     still: tuple[Held, ...] = ()
     if arguments.action == "uninstall":
         still, remarks = holding.held(arguments.config)
@@ -98,13 +118,17 @@ def _patiently(act: Callable[[], Report]) -> Report:
     return act()
 
 
-def _place(arguments: argparse.Namespace) -> Place:
-    """Return what to work on: an option counts before a variable, that before the file."""
-    found = config.load(arguments.config)
+def _place(arguments: argparse.Namespace, found: Config, places: "CniPlaces | None") -> Place:
+    """Return what to work on: an option counts before a variable, that before the file.
+
+    Where none says it, the runtime does.
+    """
     program = arguments.program or found.cni_program
+    conf_dir = places.conf_dir if places else installer.CONF_DIR
+    bin_dir = places.bin_dirs[0] if places else installer.BIN_DIR
     return Place(
-        conf_dir=arguments.conf_dir or str(found.cni_conf_dir or installer.CONF_DIR),
-        bin_dir=arguments.bin_dir or str(found.cni_bin_dir or installer.BIN_DIR),
+        conf_dir=arguments.conf_dir or str(found.cni_conf_dir or conf_dir),
+        bin_dir=arguments.bin_dir or str(found.cni_bin_dir or bin_dir),
         entry=Entry(socket=str(found.socket), failure_policy=arguments.failure_policy),
         pinned=arguments.file,
         interpreter=arguments.interpreter,

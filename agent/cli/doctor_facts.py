@@ -3,6 +3,7 @@
 Reads only: no table is asked for, no module loaded, no lock taken.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,6 +16,7 @@ from agent.backends.session import reading
 from agent.capture import record
 from agent.capture.observe import observe
 from agent.cli.agent_client import AgentClient
+from agent.cli.cni_places import told, unfound, unread
 from agent.cli.seeing import Seen
 from agent.cni import installer
 from agent.cni.installer import Place
@@ -35,6 +37,7 @@ TOOLS = (
     *("nft", "conntrack"),
 )
 KUBELET_CHAINS = ("KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY")
+DEFAULT = (installer.CONF_DIR, installer.BIN_DIR)
 WHOLE_USER_MAP = "0 0 4294967295"
 FREE_BYTES = 1 << 20
 _BPFFS = "/sys/fs/bpf"
@@ -125,8 +128,10 @@ class _Reader:
         return tuple(found)
 
     def _cni(self) -> Cni:
-        conf = str(self._known.cni_conf_dir or installer.CONF_DIR)
-        bins = str(self._known.cni_bin_dir or installer.BIN_DIR)
+        places = asyncio.run(told(self._known.cri_endpoint))
+        default = (places.conf_dir, places.bin_dirs[0]) if places else DEFAULT
+        conf = str(self._known.cni_conf_dir or default[0])
+        bins = str(self._known.cni_bin_dir or default[1])
         program = str(self._known.cni_program) if self._known.cni_program else None
         # An entry is right with either policy: which one it is, is the installer's choice.
         entries = (Entry(socket=str(self._known.socket), failure_policy=one) for one in POLICIES)
@@ -140,8 +145,10 @@ class _Reader:
         file = seen.plan.file
         before = file.removesuffix("list") if file else None
         name = file if file in active else before
+        here = Place(conf_dir=conf, bin_dir=bins)
         return Cni(
             folder=conf,
+            elsewhere=unread(here, places) or unfound(here, places),
             exists=seen.snapshot.exists,
             file=name,
             chain=active.get(name or "", ()),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from agent.cli.cni_places import told, unfound, unread
 from agent.cni.installer import BIN_DIR, Place
 from agent.cni.watcher import State, Watcher
 from agent.formats.cni_config import Entry
@@ -15,6 +16,7 @@ from agent.node.source import KUBERNETES, Source, Update
 from agent.node.static_source import StaticSource
 
 WATCHER = "watcher"
+ASK_AGAIN_S = 15.0
 
 Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
@@ -128,4 +130,17 @@ def _watcher(config: Config, hear_cni: Callable[[State], None]) -> Part:
     )
     repair = config.mode == "repair"
     watcher = Watcher(place, repair=repair, on_change=hear_cni)
-    return Part(watcher, (place, repair), watcher.run)
+
+    async def run() -> None:
+        while reason := await _elsewhere(place, config.cri_endpoint):
+            watcher.hold(reason)
+            await asyncio.sleep(ASK_AGAIN_S)
+        await watcher.run()
+
+    return Part(watcher, (place, repair, config.cri_endpoint), run)
+
+
+async def _elsewhere(place: Place, endpoint: str | None) -> str:
+    """Return why the plugin must not be put in a place, if the runtime looks for it elsewhere."""
+    places = await told(endpoint)
+    return unread(place, places) or unfound(place, places)

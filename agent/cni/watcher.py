@@ -153,6 +153,10 @@ class Watcher:
             self._watch.close()
         self._watch, self._watched = None, ()
 
+    def hold(self, reason: str) -> None:
+        """Say why nothing is looked at yet."""
+        self._set(present=False, reason=reason)
+
     def tick(self) -> float:
         """Look once, repair if that is due, and return after how many seconds to look again."""
         now = self._clock()

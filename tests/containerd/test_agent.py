@@ -1,6 +1,7 @@
 """The agent on a real node: a chain that it enters by itself, pods that the runtime starts."""
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +62,40 @@ def test_base_cni_that_rewrites_its_chain_gets_the_entry_again(node: Node, tmp_p
         wait_for(lambda: chain(node) == ["bridge", "intercept-cni"])
         wait_for(lambda: agent.status()["ready"])
         assert captured(node, mesh_pod(node, "web"))
+
+
+def test_plugin_is_not_chained_where_the_runtime_does_not_look_for_it(
+    node: Node,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No pod of the node could start or end with an entry whose plugin is not found."""
+    places = configuration(node)
+    elsewhere = str(tmp_path / "bin")
+    Path(elsewhere).mkdir()
+    wrong = {"conf_dir": str(node.conf_dir), "bin_dir": elsewhere}
+    agent = Agent(tmp_path, **{**places, "cni": wrong})
+    monkeypatch.setenv("INTERCEPT_SOCKET", str(agent.socket))
+    monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", f"unix://{node.socket}")
+    try:
+        agent.start(ready=False)
+        wait_for(lambda: f"not in {elsewhere}" in str(agent.status()["pending"]))
+        assert main(["cni", "install", "--bin-dir", elsewhere]) == 3
+        assert f"looks for plugins in {node.bin_dir}" in capsys.readouterr().err
+        assert chain(node) == ["bridge"]
+        agent.configure(**places)
+        agent.tell(signal.SIGHUP)
+        wait_for(lambda: agent.status()["ready"])
+        assert chain(node) == ["bridge", "intercept-cni"]
+        assert main(["cni", "check"]) == 0  # in the runtime's directories, which nobody names
+        unread = str(tmp_path / "net.d")
+        Path(unread).mkdir()
+        agent.configure(**{**places, "cni": {**wrong, "conf_dir": unread}})
+        agent.tell(signal.SIGHUP)
+        wait_for(lambda: f"not {unread}" in str(agent.status()["pending"]))
+    finally:
+        agent.kill()
 
 
 @pytest.mark.parametrize("who", ["the agent knows", "the container runtime knows"])

@@ -69,6 +69,7 @@ class FakeCri:
         self.containers: dict[str, FakeContainer] = {}
         self.calls: Counter[str] = Counter()
         self.called = asyncio.Event()  # any call; for tests to wait on
+        self.info: dict[str, str] = {}  # of its own status
         # Faults, by method (or method and sandbox).
         self.refused: dict[str, grpc.StatusCode] = {}
         self.hanging: set[str] = set()
@@ -123,12 +124,13 @@ class FakeCri:
             runtime_api_version="v1",
         )
 
-    def _Status(self, _: Any) -> Any:
+    def _Status(self, request: Any) -> Any:
         lacking = api_pb2.RuntimeCondition(
             type="NetworkReady", status=False, message="cni plugin not initialized"
         )
         ready = api_pb2.RuntimeCondition(type="RuntimeReady", status=True)
-        return api_pb2.StatusResponse(status=api_pb2.RuntimeStatus(conditions=[ready, lacking]))
+        status = api_pb2.RuntimeStatus(conditions=[ready, lacking])
+        return api_pb2.StatusResponse(status=status, info=self.info if request.verbose else {})
 
     def _ListPodSandbox(self, _: Any) -> Any:
         items = [

@@ -1,5 +1,6 @@
 """The manifests of deploy/: whole, of one piece, and what the agent itself says that it needs."""
 
+import copy
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import yaml
 
 from agent.explain.node.diagnosis import NEEDED
 from agent.node import config
+from agent.node.cri import endpoint
 from agent.node.kube.cluster import rights
 
 ROOT = Path(__file__).parents[2]
@@ -162,15 +164,43 @@ def test_pod_may_stay_on_every_node_and_share_what_it_looks_after() -> None:
     assert spread["netns"] == spread["bpf"] == "HostToContainer"
 
 
-def test_crio_component_changes_the_mount_of_the_runtime() -> None:
-    (component,) = documents(DEPLOY / "components" / "cri-o" / "kustomization.yaml")
-    changed: Any = {"spec": {"template": {"spec": pod()}}}
-    for step in yaml.load(component["patches"][0]["patch"], Strict):
+def patched(component: str) -> dict[str, Any]:
+    """Return the pod with the steps of a component, each of which finds what it is about."""
+    (found,) = documents(DEPLOY / "components" / component / "kustomization.yaml")
+    changed: Any = copy.deepcopy({"spec": {"template": {"spec": pod()}}})
+    for step in yaml.load(found["patches"][0]["patch"], Strict):
         at = changed
         *way, last = step["path"].strip("/").split("/")
         for word in way:
             at = at[int(word) if word.isdigit() else word]
-        assert at[last] == "/run/containerd"
+        if step["op"] == "add":
+            assert last == "-"
+            at.append(step["value"])
+        elif step["op"] == "remove":
+            del at[int(last)]
+        else:
+            assert at[last]
+            at[last] = step["value"]
+    spec: dict[str, Any] = changed["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize("component", ["cri-o", "gke", "k0s", "k3s", "microk8s", "rke2"])
+def test_component_of_a_platform_mounts_what_the_agent_is_told_of(component: str) -> None:
+    spec = patched(component)
+    (agent,) = spec["containers"]
+    mounts = {each["name"]: each["mountPath"] for each in agent["volumeMounts"]}
+    volumes = {each["name"]: each.get("hostPath", {}).get("path") for each in spec["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    # The plugin finds all of it by its name.
+    assert all(path in (None, mounts[name]) for name, path in volumes.items())
+    assert any(path.startswith(f"{mounts['runtime']}/") for path in endpoint.USUAL)
+    variables = {each["name"]: each["value"] for each in agent["env"] if "value" in each}
+    found = config.load(str(BASE / "config.yaml"), variables)
+    folders = [path for name, path in mounts.items() if name.startswith("cni-")]
+    for path in (found.cni_conf_dir, found.cni_bin_dir):
+        assert path is not None
+        assert any(path.is_relative_to(folder) for folder in folders)
 
 
 @pytest.mark.parametrize("folder", ["base", "uninstall"])

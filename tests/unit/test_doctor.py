@@ -180,6 +180,7 @@ def test_iptables_that_leads_to_another_flavour_than_the_kubelet_uses_is_a_warni
         ({"agent": None, "no_agent": "timed out", "mute": True}, "agent"),
         ({"full_disk": "no room"}, "disk"),
         ({"cni": Cni(folder="/d", wanted=True)}, "cni"),
+        ({"cni": Cni(folder="/d", exists=True, present=True, elsewhere="in /e")}, "cni"),
         ({"cni": Cni(folder="/d", exists=True, present=True, binary=("missing",))}, "cni"),
     ],
 )

@@ -202,6 +202,15 @@ def _cni(facts: NodeFacts) -> Iterator[Finding]:
     cni = facts.cni
     if cni is None:
         return
+    if cni.elsewhere:
+        yield Finding(
+            kind="cni",
+            severity=CRITICAL,
+            seen=cni.elsewhere,
+            means="the agent waits with its entry until the two agree",
+            fix="set cni: {conf_dir: D, bin_dir: D} in the agent's configuration to the runtime's",
+        )
+        return
     if not cni.exists:
         yield Finding(
             kind="cni",

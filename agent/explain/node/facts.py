@@ -18,10 +18,14 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cni:
-    """The CNI configuration of the node. `chain` are the types of the plugins in order."""
+    """The CNI configuration of the node. `chain` are the types of the plugins in order.
+
+    `elsewhere` says that the runtime looks for it, or for plugins, somewhere else.
+    """
 
     folder: str
     exists: bool = False
+    elsewhere: str = ""
     file: str | None = None
     chain: tuple[str, ...] = ()
     wanted: bool = False  # the agent's configuration says that it keeps its entry here

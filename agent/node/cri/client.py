@@ -22,7 +22,7 @@ from typing import Self, TypeVar
 from agent.kernel.netns import container_pid
 from agent.model.errors import NamespaceRefused
 from agent.node.cri import api_pb2, details, endpoint
-from agent.node.cri.details import Container, Sandbox
+from agent.node.cri.details import CniPlaces, Container, Sandbox
 from agent.node.cri.errors import (
     CriBroken,
     CriError,
@@ -346,6 +346,12 @@ class CriClient:
         answer = await self._ask("Status", api_pb2.StatusRequest(), api_pb2.StatusResponse)
         lacking = (entry for entry in answer.status.conditions if not entry.status)
         return {entry.type: entry.message or entry.reason for entry in lacking}
+
+    async def cni_places(self) -> CniPlaces | None:
+        """Return where the runtime looks for CNI, None if it does not tell. Raises: CriError."""
+        request = api_pb2.StatusRequest(verbose=True)
+        answer = await self._ask("Status", request, api_pb2.StatusResponse)
+        return details.cni_places(answer.info)
 
     async def events(self) -> AsyncGenerator[None, None]:
         """Yield once for every event, of whatever kind, until the runtime ends the stream.

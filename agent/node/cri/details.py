@@ -140,6 +140,29 @@ def _usable(path: str) -> str | None:
     return path if path.startswith("/") and "\0" not in path else None
 
 
+class _CniConfig(msgspec.Struct):
+    conf_dir: str = msgspec.field(default="", name="PluginConfDir")
+    bin_dirs: list[str] | None = msgspec.field(default=None, name="PluginDirs")
+
+
+@dataclass(frozen=True, slots=True)
+class CniPlaces:
+    """The node's directories in which a runtime looks for CNI configurations and for plugins."""
+
+    conf_dir: str
+    bin_dirs: tuple[str, ...]
+
+
+def cni_places(info: Mapping[str, str]) -> CniPlaces | None:
+    """Return what the `info` of a runtime's verbose status says of CNI, as containerd's does."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        found = msgspec.json.decode(info.get("cniconfig", "{}"), type=_CniConfig)
+        dirs = tuple(filter(_usable, found.bin_dirs or ()))
+        if _usable(found.conf_dir) and dirs:
+            return CniPlaces(found.conf_dir, dirs)
+    return None
+
+
 # --- answers --------------------------------------------------------------------------------------
 
 
