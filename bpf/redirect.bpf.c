@@ -324,6 +324,15 @@ inline_always int turned(struct bpf_sock_addr *ctx, const struct capture *c, str
 	return port;
 }
 
+/* Who dials the unspecified address is given loopback by the kernel. */
+inline_always void name_loopback(struct address *to)
+{
+	if (!is_set(to))
+		to->word[3] = net32(1);
+	else if (is_ipv4(to) && !to->word[3])
+		to->word[3] = net32(0x7f000001);
+}
+
 SEC("cgroup/connect4")
 int connect4(struct bpf_sock_addr *ctx)
 {
@@ -344,7 +353,8 @@ int connect4(struct bpf_sock_addr *ctx)
 		forget(ctx);
 		return 1;
 	}
-	set_ipv4(&d.to, ctx->user_ip4 ? ctx->user_ip4 : net32(0x7f000001));
+	set_ipv4(&d.to, ctx->user_ip4);
+	name_loopback(&d.to);
 	if (ctx->sk && ctx->sk->src_ip4)
 		set_ipv4(&d.from, ctx->sk->src_ip4);
 	port = turned(ctx, c, &d, &to);
@@ -382,8 +392,7 @@ int connect6(struct bpf_sock_addr *ctx)
 	d.to.word[1] = ctx->user_ip6[1];
 	d.to.word[2] = ctx->user_ip6[2];
 	d.to.word[3] = ctx->user_ip6[3];
-	if (!is_set(&d.to))
-		d.to.word[3] = net32(1);
+	name_loopback(&d.to);
 	if (ctx->sk) {
 		d.from.word[0] = ctx->sk->src_ip6[0];
 		d.from.word[1] = ctx->sk->src_ip6[1];
@@ -429,7 +438,8 @@ int sendmsg4(struct bpf_sock_addr *ctx)
 
 	if (!names_dns(ctx) || !(c = capture_of(ctx)) || passes(ctx, c))
 		return 1;
-	set_ipv4(&d.to, ctx->user_ip4 ? ctx->user_ip4 : net32(0x7f000001));
+	set_ipv4(&d.to, ctx->user_ip4);
+	name_loopback(&d.to);
 	if (ctx->msg_src_ip4)
 		set_ipv4(&d.from, ctx->msg_src_ip4);
 	find_place(c, &d);
@@ -459,8 +469,7 @@ int sendmsg6(struct bpf_sock_addr *ctx)
 	d.to.word[1] = ctx->user_ip6[1];
 	d.to.word[2] = ctx->user_ip6[2];
 	d.to.word[3] = ctx->user_ip6[3];
-	if (!is_set(&d.to))
-		d.to.word[3] = net32(1);
+	name_loopback(&d.to);
 	d.from.word[0] = ctx->msg_src_ip6[0];
 	d.from.word[1] = ctx->msg_src_ip6[1];
 	d.from.word[2] = ctx->msg_src_ip6[2];

@@ -118,11 +118,16 @@ class Map:
         return value.raw
 
     def update(self, key: bytes, value: bytes) -> None:
-        """Set the value of a key, at once for every program that looks."""
+        """Set the value of a key, at once for every program that looks. Raises: OSError."""
         if len(value) != self.value_bytes:
             raise OSError(errno.EINVAL, f"a value of {len(value)} bytes, not {self.value_bytes}")
         held = ctypes.create_string_buffer(value, len(value))
-        self._element(MAP_UPDATE_ELEM, key, _at(held))
+        try:
+            self._element(MAP_UPDATE_ELEM, key, _at(held))
+        except OSError as error:
+            if error.errno == errno.E2BIG:
+                raise OSError(errno.E2BIG, "one of the programs' maps is full") from error
+            raise
 
     def delete(self, key: bytes) -> None:
         """Take a key out; one that is not there is fine."""

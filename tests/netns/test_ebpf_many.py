@@ -9,6 +9,7 @@ import contextlib
 import os
 import random
 import shutil
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ PODS = int(os.environ.get("INTERCEPT_EBPF_PODS", "200"))
 STEPS = int(os.environ.get("INTERCEPT_EBPF_STEPS", "40"))
 SEED = int(os.environ.get("INTERCEPT_EBPF_SEED", "1"))
 MAPS = ("captures", "own_addresses", "listeners", "listened", "passing")
+MAP_CREATE, HASH = 0, 1  # linux/bpf.h, enum bpf_cmd and bpf_map_type
 GET_LINK_BY_ID = 30  # BPF_LINK_GET_FD_BY_ID
 
 
@@ -110,6 +112,15 @@ def test_as_many_as_a_node_has_come_and_go() -> None:
             release(name)
         assert pinned() == set()
     eventually(lambda: not living(numbers))
+
+
+def test_a_map_that_is_full_is_called_so() -> None:
+    """And not a list of arguments that is too long."""
+    fd, _ = bpf.call(MAP_CREATE, struct.pack("=IIII", HASH, 8, 4, 1))
+    with bpf.Map.of(fd) as small:
+        small.update(bytes(8), bytes(4))
+        with pytest.raises(OSError, match="one of the programs' maps is full"):
+            small.update(bytes([1] * 8), bytes(4))
 
 
 # --- what is gone and what is not -----------------------------------------------------------------

@@ -178,6 +178,22 @@ def test_a_socket_may_connect_again_elsewhere(pod: Pod) -> None:
     assert (told, peer) == (["10.96.0.3", 80], True)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:0.0.0.0"])
+def test_whoever_dials_nobody_dials_himself(pod: Pod, host: str) -> None:
+    family, own = ("AF_INET6", "::1") if host == "::" else ("AF_INET", "127.0.0.1")
+    told = pod.app(
+        f"""
+        there = socket.socket(socket.{family})
+        there.bind(("{own}", 0))
+        there.listen()
+        made = socket.socket(socket.{"AF_INET6" if ":" in host else "AF_INET"})
+        made.connect(("{host}", there.getsockname()[1]))
+        print(json.dumps(there.accept()[1][0]))
+        """
+    )
+    assert told == own
+
+
 def test_a_socket_bound_to_a_device_reaches_the_proxy(pod: Pod) -> None:
     """Of root. Others may not release it, and wait in vain as they do with rules."""
     told = pod.app(
