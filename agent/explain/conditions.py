@@ -28,6 +28,10 @@ PROTOCOL_NAMES = MappingProxyType({"tcp": frozenset({"tcp", "6"}), "udp": frozen
 ONE_PROTOCOL = MappingProxyType(
     {name: name for name in ("tcp", "udp", "icmp", "icmp6", "sctp", "dccp", "esp", "ah", "mh")}
 )
+# `-m recent --set` and what may stand beside it (xt_recent.c).
+RECENT_SET = ("--set", "--name", "--mask", "--rsource", "--rdest")
+# Counters that only count: kube-proxy gives its own no quota, which others may have (xt_nfacct.c).
+NO_QUOTA = frozenset({"ct_state_invalid_dropped_pkts", "localhost_nps_accepted_pkts"})
 # Modules that add no condition when they stand without options.
 EMPTY_IS_TRUE = frozenset({BASIC, "tcp", "udp", "comment"})
 
@@ -309,6 +313,9 @@ TESTS: Mapping[tuple[str, str], Test] = MappingProxyType(
         ("addrtype", "--dst-type"): one(lambda text, p, h: _address_type(text, p.destination, h)),
         ("iprange", "--src-range"): one(lambda text, p, h: _range(text, p.source)),
         ("iprange", "--dst-range"): one(lambda text, p, h: _range(text, p.destination)),
+        # What was noted down before nobody can foresee; to note a source down always matches.
+        **{("recent", option): lambda v, p, h: True for option in RECENT_SET},
+        ("nfacct", "--nfacct-name"): one(lambda text, p, h: text in NO_QUOTA or None),
         ("statistic", "--mode"): lambda v, p, h: True if v == ("random",) else None,
         ("statistic", "--probability"): one(_probability),
     }

@@ -1,6 +1,6 @@
 """A walk for people and for machines."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from agent.explain.effects import endpoint
@@ -9,6 +9,8 @@ from agent.model.state import EBPF
 
 # Of a run of rules that did not match, this many are printed before the rest is summed up.
 SHOWN_MISSES = 12
+# Of what may become of a packet, as many are told: a Service has one way for each endpoint.
+SHOWN_WAYS = 8
 
 
 def to_json(trace: Trace) -> dict[str, object]:
@@ -91,14 +93,30 @@ def _line(step: Step) -> str:
 
 
 def summary(trace: Trace) -> str:
-    """Return the verdict and its reason as one sentence."""
-    subject, kind = _subject(trace), trace.verdict.kind
-    if kind is not Kind.MAYBE:
-        return f"{subject} {_fate(trace.outcomes[0], kind)}."
-    fates = dict.fromkeys(_fate(outcome, outcome.verdict.kind) for outcome in trace.outcomes)
+    """Return the verdict and its reason as a sentence, as two where there are several ways."""
+    subject, ways = _subject(trace), _ways(trace)
+    if trace.verdict.kind is not Kind.MAYBE and len(ways) == 1:
+        return f"{subject} {ways[0]}."
     parting = next((step for step in trace.steps if step.hit is Hit.MAYBE), None)
     where = f": {_rule(parting)} decides, and nobody can foresee how" if parting else ""
-    return f"{subject} may go several ways{where}. It " + ", or ".join(fates) + "."
+    return f"{subject} may go several ways{where}. It {some(ways)}."
+
+
+def _ways(trace: Trace) -> list[str]:
+    """Return what may become of the packet; of a sure verdict only where it may lead to."""
+    kind = trace.verdict.kind
+    if kind is Kind.MAYBE:
+        return list(dict.fromkeys(_fate(one, one.verdict.kind) for one in trace.outcomes))
+    ends: dict[str, str] = {}
+    for one in trace.outcomes:
+        ends.setdefault(_target(one) if kind is Kind.REDIRECT else "", _fate(one, kind))
+    return list(ends.values())
+
+
+def some(ways: Sequence[str]) -> str:
+    """Return the first few of what may be, as one text."""
+    more = len(ways) - SHOWN_WAYS
+    return ", or ".join((*ways[:SHOWN_WAYS], *([f"{more} more"] if more > 0 else ())))
 
 
 def _subject(trace: Trace) -> str:

@@ -19,6 +19,9 @@ PASSIVE_FIELDS = frozenset(
     {"ip dscp", "ip ecn", "ip ttl", "ip6 dscp", "ip6 ecn", "ip6 hoplimit", "meta nftrace"}
     | {"meta priority"}
 )
+# Statements that put into a set or map what a packet has, or take that out.
+NOTES = frozenset({"set", "map"})
+CHOICES = {"fully-random": "--random-fully"}
 # Fields that mean the same to a TCP or UDP packet.
 L4PROTO = {"meta": {"key": "l4proto"}}
 # Fields that a list of ports or states is read of as a whole.
@@ -67,6 +70,9 @@ class RuleReader:
                     actions.append(expression)
         except _Never:
             return []
+        # Whether there is room for what a rule notes down matters only to what stands behind that.
+        while actions and kind_of(actions[-1]) in NOTES:
+            actions.pop()
         if len(actions) == 1 and kind_of(actions[0]) == "vmap":
             return self._map(conditions_of, actions[0])
         return self._made(conditions_of, [self._target(action) for action in actions] or [None])
@@ -244,12 +250,14 @@ class RuleReader:
                 return Target("REJECT")
             case "masquerade", None:
                 return Target("MASQUERADE")
+            case "masquerade", {"flags": flags, **rest} if not rest:
+                return Target("MASQUERADE", _flags(flags))
             case (("dnat" | "snat"), dict()):
                 return self._translation(kind, body) or Target(f"nft {kind}")
         return Target(f"nft {kind or 'statement'}")
 
     def _translation(self, kind: str, body: Mapping[str, Any]) -> Target | None:
-        if set(body) - {"addr", "port", "family"}:
+        if set(body) - {"addr", "port", "family", "flags"}:
             return None
         address, port = body.get("addr", ""), body.get("port")
         ports = span_of(port, "-", 65535) if port is not None else ""
@@ -257,9 +265,14 @@ class RuleReader:
             return None
         bracketed = f"[{address}]" if ":" in address and ports else address
         option = "--to-destination" if kind == "dnat" else "--to-source"
-        return Target(
-            kind.upper(), (Option(option, (f"{bracketed}:{ports}" if ports else address,)),)
-        )
+        place = Option(option, (f"{bracketed}:{ports}" if ports else address,))
+        return Target(kind.upper(), (place, *_flags(body.get("flags", []))))
+
+
+def _flags(flags: object) -> tuple[Option, ...]:
+    """Return how a port is chosen, in the words of iptables."""
+    words = flags if isinstance(flags, list) else [flags]
+    return tuple(Option(CHOICES.get(str(word), f"--{word}")) for word in words)
 
 
 def _either_ports(side: str, right: object, *, negated: bool) -> list[Match] | None:

@@ -18,7 +18,7 @@ from agent.model.packet import Kind, Packet
 from agent.model.ruleset import Family
 from tests.netns.test_walk_against_kernel import LEGACY, NFT, Case, load
 from tests.support.netns import path_of
-from tests.support.walk_facts import FACTS, PLACES, PORTS_OF_A_FACT, Fact, Sent, text_of
+from tests.support.walk_facts import AWAY, FACTS, PLACES, PORTS_OF_A_FACT, Fact, Sent, text_of
 from tests.support.wire_lab import CLIENT, HOST, WIRE, Lab, Shot, lab
 
 BACKENDS = (LEGACY, NFT)
@@ -195,6 +195,31 @@ def test_fact_11_the_flavour_that_was_programmed_last_handles_the_packet(
             own.shoot([result])
             own.seen([result])
             assert_agreed(own, result)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_to_note_a_source_down_is_a_match_whether_it_was_noted_before_or_not(
+    backend: str, runner: Runner
+) -> None:
+    name = f"{backend}-{runner.runs}"
+    noted = f"-p udp -m udp --dport 53 -m recent --set --name {name} --mask 255.255.255.255"
+    lines = [
+        ("nat", "OUTPUT", f"{noted} --rsource -j REDIRECT --to-ports 15053"),
+        ("filter", "OUTPUT", f"-p udp -m udp --dport 80 -m recent ! --set --name {name} -j DROP"),
+    ]
+    layer = load(runner.lab.pod, backend, Family.IPV4, text_of(lines))
+    first = runner.ports()
+    try:
+        sent = (Sent(by="pod:15053", port=53), Sent(by="pod:15053", port=53), AWAY)
+        results = [
+            runner.send([layer], Family.IPV4, one, first + at) for at, one in enumerate(sent)
+        ]
+        runner.shoot(results)
+    finally:
+        load(runner.lab.pod, backend, Family.IPV4, text_of([]))
+    runner.seen(results)
+    for result in results:
+        assert_agreed(runner, result)
 
 
 SEND_AS_ANOTHER = """

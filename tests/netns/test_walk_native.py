@@ -114,15 +114,35 @@ CASES = (
     Case(
         name="Services as kube-proxy writes them",
         table="""table ip kube-proxy {
+            set affinity { type ipv4_addr; flags dynamic,timeout; timeout 3h; }
+            set none { type ipv4_addr; elements = { {far} }; }
             map service-ips { type ipv4_addr . inet_proto . inet_service : verdict
                 elements = { 10.96.0.1 . udp . 80 : goto service, {far} . udp . 53 : goto service,
                              {far} . tcp . 80 : drop } }
             chain services { ip daddr . meta l4proto . th dport vmap @service-ips; }
             chain output { {nat} jump services; }
             chain service { numgen random mod 1 vmap { 0 : goto endpoint }; }
-            chain endpoint { meta l4proto udp dnat to 10.77.0.1:8080; }
+            chain endpoint {
+                ip saddr 10.77.0.1 jump masq
+                update @affinity { ip saddr }
+                meta l4proto udp dnat to 10.77.0.1:8080 random
+            }
+            chain masq { meta mark set mark or 0x4000; }
+            chain post { type nat hook postrouting priority 100;
+                meta mark & 0x4000 == 0 return
+                meta mark set mark xor 0x4000
+                masquerade fully-random
+            }
+            chain check { type filter hook output priority 10; jump out; }
+            chain out { ip daddr @none th dport 9090 reject; }
         }""",
-        sent=(Sent(by="peer:80"), Sent(by="peer:443", port=443), Sent(by="peer:8080", port=53)),
+        sent=(
+            Sent(by="peer:80"),
+            Sent(by="peer:443", port=443),
+            Sent(by="peer:8080", port=53),
+            Sent(by="peer:8080", port=53, uid=0, mark=0x4000),
+            Sent(port=9090),
+        ),
     ),
     Case(
         name="marks that one chain sets and another one reads",

@@ -651,6 +651,25 @@ def test_a_maybe_says_what_decides_and_between_what() -> None:
     )
 
 
+def test_a_service_of_several_endpoints_is_told_with_each_of_them() -> None:
+    chance = "nat OUTPUT -d 10.96.0.1/32 -m statistic --mode random --probability 0.5 -j X"
+    first, second = (f"-p tcp -j DNAT --to-destination 10.0.0.{n}:8080" for n in (1, 2))
+    trace = walk([layer(f"{chance}\nnat OUTPUT {second}\nnat X {first}")], packet(), POD)
+    assert said(trace) == "redirect:8080"
+    assert summary(trace) == (
+        "TCP to 10.96.0.1:80 from uid 1000 may go several ways: nat OUTPUT rule 1 decides, and "
+        "nobody can foresee how. It is redirected to 10.0.0.2:8080 by nat OUTPUT rule 2, or is "
+        "redirected to 10.0.0.1:8080 by nat OUTPUT rule 1."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("localhost_nps_accepted_pkts", "drop"), ("mine", "maybe")]
+)
+def test_a_counter_matches_where_it_has_no_quota(name: str, expected: str) -> None:
+    assert verdict(f"filter OUTPUT -m nfacct --nfacct-name {name} -j DROP") == expected
+
+
 def test_a_packet_of_two_families_is_refused() -> None:
     with pytest.raises(ValueError, match="different families"):
         packet("10.0.0.1", source="fd00::1")

@@ -266,7 +266,8 @@ def _exempt(outcome: Outcome) -> str:
 def _redirected(facts: Facts, walked: Trace, outcome: Outcome) -> _End:
     port = walked.verdict.port or outcome.packet.dport
     if not outcome.local:
-        return _End(Fate.UNKNOWN, f"redirected to {endpoint(outcome.packet.destination, port)}")
+        ends = dict.fromkeys(endpoint(o.packet.destination, port) for o in walked.outcomes)
+        return _End(Fate.UNKNOWN, f"redirected to {render.some(tuple(ends))}")
     elsewhere = port != outcome.packet.dport  # TPROXY and eBPF leave the packet as it was
     program = outcome.decided_by is not None and outcome.decided_by.backend == EBPF
     transparent = elsewhere and not program  # a program hands it to any listener
