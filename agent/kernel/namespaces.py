@@ -52,11 +52,13 @@ class Place:
 
 
 def processes() -> tuple[Process, ...]:
-    """Return every process that can be seen from here."""
+    """Return every process that can be seen from here, without those that have ended (zombies)."""
     import psutil
 
     found = []
-    for each in psutil.process_iter(["name", "cmdline"]):
+    for each in psutil.process_iter(["name", "cmdline", "status"]):
+        if each.info["status"] == psutil.STATUS_ZOMBIE:
+            continue
         netns = id_at(f"/proc/{each.pid}/ns/net")
         words = tuple(each.info["cmdline"] or ())
         found.append(Process(pid=each.pid, name=each.info["name"] or "", words=words, netns=netns))

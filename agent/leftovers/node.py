@@ -76,7 +76,10 @@ def _owner_names() -> frozenset[str]:
     names = {
         name
         for owner in catalogue.OWNERS
-        for name in (*owner.processes, *(name for name, _ in owner.embedded))
+        for name in (
+            *(each.split()[0] for each in owner.processes),
+            *(name for name, _ in owner.embedded),
+        )
     }
     return frozenset(names | {name[:COMM_LENGTH] for name in names})
 
@@ -84,13 +87,15 @@ def _owner_names() -> frozenset[str]:
 def sign_of_life(owner: Owner, seen: Seen, node: Node) -> str | None:
     """Return what proves that an owner of rules in this namespace lives, or None.
 
-    Its process must run in the namespace itself. Where processes cannot be seen, an answer on one
-    of its health ports counts; otherwise it does not, for others answer there too (Cilium does on
+    Its process must run in the namespace itself, or in one that cannot be told (who may not trace
+    a process is not shown its namespaces). Where processes cannot be seen, an answer on one of its
+    health ports counts; otherwise it does not, for others answer there too (Cilium does on
     kube-proxy's).
     """
     for process in node.processes:
-        if process.netns == seen.id and _is(process, owner):
-            return f"{process.name} (PID {process.pid}) runs"
+        if process.netns in (seen.id, None) and _is(process, owner):
+            where = "" if process.netns else ", in which namespace cannot be told"
+            return f"{process.name} (PID {process.pid}) runs{where}"
     if not node.all_visible:
         for port in owner.health:
             if listens(seen, "tcp", port):
@@ -123,14 +128,17 @@ def listens(seen: Seen, protocol: str, port: int) -> bool:
 
 
 def _is(process: Process, owner: Owner) -> bool:
-    if owner.verb and owner.verb not in process.words:
-        return False
-    wanted = {name[:COMM_LENGTH] for name in owner.processes} | set(owner.processes)
-    if process.names & wanted:
+    if any(_was_started(process, *each.split()) for each in owner.processes):
         inside = {name for name, _ in owner.embedded}
         return not (process.names & inside) or not _switched_off(process, owner)
     embedding = process.names & {name for name, _ in owner.embedded}
     return bool(embedding) and not _switched_off(process, owner)
+
+
+def _was_started(process: Process, name: str, word: str = "") -> bool:
+    """Tell a program by its name, and the one of many that it is by the word behind that."""
+    named = bool(process.names & {name, name[:COMM_LENGTH]})
+    return named and (not word or word in process.words)
 
 
 def _switched_off(process: Process, owner: Owner) -> bool:

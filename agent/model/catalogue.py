@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import translate
 from functools import lru_cache
 
-from agent.model.cni_owners import CNIS, K3S
+from agent.model.cni_owners import CNIS, K3S, KUBE_PROXY_INSIDE
 from agent.model.owner import Owner, Role
 
 OWNERS: tuple[Owner, ...] = (
@@ -22,7 +22,7 @@ OWNERS: tuple[Owner, ...] = (
         role=Role.NEVER,
         source="kubernetes pkg/kubelet/kubelet_network_linux.go; KEP-3178",
         chains=("*/KUBE-KUBELET-CANARY", "mangle/KUBE-IPTABLES-HINT", "filter/KUBE-FIREWALL"),
-        processes=("kubelet", *K3S),
+        processes=("kubelet", "hyperkube kubelet", *K3S),
         health=(10248,),
         heartbeats=("KUBE-KUBELET-CANARY",),
     ),
@@ -102,7 +102,7 @@ OWNERS: tuple[Owner, ...] = (
             *("KUBE-NODE-PORT-*", "KUBE-HEALTH-CHECK-NODE-PORT", "KUBE-IPVS-IPS", "KUBE-6-*"),
         ),
         links=("kube-ipvs0",),
-        processes=("kube-proxy",),
+        processes=("kube-proxy", *KUBE_PROXY_INSIDE),
         embedded=tuple((name, "--disable-kube-proxy") for name in K3S),
         health=(10256, 10249),
         heartbeats=("KUBE-PROXY-CANARY",),
@@ -151,8 +151,7 @@ OWNERS: tuple[Owner, ...] = (
         tables=("inet intercept-agent", "inet intercept-agent-guard"),
         pins=("intercept-agent*",),
         cni_types=("intercept-cni",),
-        processes=("intercept-agent", "agent.cli.main"),
-        verb="run",
+        processes=("intercept-agent run", "agent.cli.main run"),
         health=(15021, 15020),
     ),
     Owner(

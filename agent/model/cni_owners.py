@@ -4,6 +4,12 @@ from agent.model.owner import Owner, Role
 
 # Programs that have a kubelet, a kube-proxy and a CNI inside.
 K3S = ("k3s", "k3s-server", "k3s-agent", "rke2", "kubelite")
+# Programs that have a kube-proxy inside, or are one if told so: kubernetes cmd/hyperkube (to 1.18),
+# openshift/sdn pkg/cmd/openshift-sdn-node, openshift/microshift pkg/node.
+KUBE_PROXY_INSIDE = (
+    *("hyperkube proxy", "hyperkube kube-proxy", "openshift start"),
+    *("openshift-sdn-node", "openshift-sdn", "microshift"),
+)
 
 CNIS: tuple[Owner, ...] = (
     Owner(

@@ -18,8 +18,9 @@ class Role(StrEnum):
 class Owner:
     """One program's traces, and the signs of its life.
 
-    `processes` are names of which one must run in the namespace; `embedded` are programs that have
-    it inside unless they were started with the word next to them. `health` are TCP ports that it
+    `processes` are names of which one must run in the namespace, each with the word that it must
+    have been started with, if any; `embedded` are programs that have it inside unless they were
+    started with the word next to them. `health` are TCP ports that it
     alone answers on. `heartbeats` are chains that it renews while it lives; found alone they prove
     nothing, for they stay.
     """
@@ -38,7 +39,6 @@ class Owner:
     policies: tuple[tuple[int, int, int], ...] = ()  # mark, mask, route table
     cni_types: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
-    verb: str = ""
     embedded: tuple[tuple[str, str], ...] = ()
     health: tuple[int, ...] = ()
     heartbeats: tuple[str, ...] = ()

@@ -1,6 +1,8 @@
 """Whose is what, which captures are whole, and what a removal takes and gives back. No kernel."""
 
 import json
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.formats import iptables_save
+from agent.kernel import namespaces
 from agent.kernel.namespaces import Process
 from agent.kernel.netns import NetnsId
 from agent.leftovers import backup
@@ -88,7 +91,7 @@ def test_every_owner_names_where_its_facts_are_from() -> None:
     assert len(names) == len(set(names))
 
 
-def process(name: str, *words: str, netns: NetnsId = HERE) -> Process:
+def process(name: str, *words: str, netns: NetnsId | None = HERE) -> Process:
     return Process(pid=7, name=name, words=words or (name,), netns=netns)
 
 
@@ -105,6 +108,10 @@ def seen(state: NamespaceState | None = None) -> Seen:
         (process("kube-proxy-exporter"), False),
         (process("k3s-server", "/usr/local/bin/k3s", "server"), True),
         (process("k3s-server", "/usr/local/bin/k3s", "server", "--disable-kube-proxy"), False),
+        (process("hyperkube", "/hyperkube", "proxy", "--v=2"), True),
+        (process("hyperkube", "/hyperkube", "kubelet"), False),
+        (process("openshift-sdn-n", "/usr/bin/openshift-sdn-node"), True),
+        (process("kube-proxy", netns=None), True),
     ],
 )
 def test_owner_lives_if_a_process_of_its_name_is_in_the_namespace(
@@ -112,6 +119,18 @@ def test_owner_lives_if_a_process_of_its_name_is_in_the_namespace(
 ) -> None:
     owner = catalogue.by_name("kube-proxy")
     assert (sign_of_life(owner, seen(), Node(processes=(running,))) is not None) == alive
+
+
+def test_a_process_that_has_ended_and_waits_for_its_parent_is_no_sign_of_life() -> None:
+    with subprocess.Popen(("true",)) as child:
+        stat = Path(f"/proc/{child.pid}/stat")
+        deadline = time.monotonic() + 30
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline
+        assert child.pid not in {each.pid for each in namespaces.processes()}
+    with subprocess.Popen(("sleep", "60")) as child:
+        assert child.pid in {each.pid for each in namespaces.processes()}
+        child.kill()
 
 
 def test_a_name_that_the_kernel_cut_off_is_known_again() -> None:
