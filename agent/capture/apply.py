@@ -20,6 +20,9 @@ from agent.model.settings import Settings, dump
 from agent.model.state import EBPF, GUARD, NFTABLES, NamespaceState, routes_without
 from agent.model.wanted import Before, Known, before_of, captured, captures, uncaptured
 
+# containerd has lo brought up beside the chain of plugins, so that may come later than a call.
+LO_SOON_S, LO_LOOK_S = 2.0, 0.02
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
@@ -53,7 +56,8 @@ def apply(
     Whatever captured it before (another version, other flags, another backend, istio-init, half of
     any of these) is replaced. What is already so is not written again. Connections that are open go
     on as they are; where that cannot be had, a `careful` run writes nothing. `kept` is for whoever
-    stays and closes the gate when the proxy listens: it is taken as it stands in the namespace.
+    stays and closes the gate when the proxy listens: it is taken as it stands in the namespace; and
+    lo is waited for there.
 
     Raises: ConnectionsAtRisk, if careful; RolledBack, RollbackFailed, StateUnreadable,
     EnvironmentLacks; InvalidSettings if the backend that was asked for cannot honour them.
@@ -73,7 +77,7 @@ def apply(
         change = transition.prepare(
             session, have, lambda state: captured(state, wanted, chosen.name, known, native=native)
         )
-        _refuse_lo_down(session, have, change.want)
+        _refuse_lo_down(session, have, change.want, LO_SOON_S if kept else 0.0)
         spared = Spared(netns)
         if _is_first(found, have) and chosen.name != EBPF and not dry_run:
             spared.at_first(careful=careful)
@@ -184,14 +188,20 @@ def _refuse_unreadable(have: NamespaceState, chosen: registry.Choice) -> None:
             raise StateUnreadable(f"{reason}; nothing was written. Use --backend {NFTABLES}")
 
 
-def _refuse_lo_down(session: Session, have: NamespaceState, want: NamespaceState) -> None:
+def _refuse_lo_down(
+    session: Session, have: NamespaceState, want: NamespaceState, patience_s: float
+) -> None:
     missing = routes_without(want.routes, have.routes)
-    through_lo = any(isinstance(route, LocalRoute) for route in missing)
-    if through_lo and not routing.lo_is_up(session.rtnl):
-        raise EnvironmentLacks(
-            "lo is down in the namespace, and TPROXY needs a route through it; nothing was "
-            "written. Run `ip link set lo up` there"
-        )
+    if not any(isinstance(route, LocalRoute) for route in missing):
+        return
+    ends = time.monotonic() + patience_s
+    while not routing.lo_is_up(session.rtnl):
+        if time.monotonic() >= ends:
+            raise EnvironmentLacks(
+                "lo is down in the namespace, and TPROXY needs a route through it; nothing was "
+                "written. Run `ip link set lo up` there"
+            )
+        time.sleep(LO_LOOK_S)
 
 
 def _refuse_hidden(session: Session, have: NamespaceState) -> None:

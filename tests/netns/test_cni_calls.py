@@ -1,6 +1,7 @@
 """CNI calls to a running agent: what it remembers of attachments, and odd calls."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,17 @@ def test_namespace_that_is_none_is_refused_in_words(agent: Agent, tmp_path: Path
             assert "log" not in answer["msg"]
             assert path in answer["msg"], answer
         assert agent.cni("DEL", path) == (0, None)
+
+
+def test_lo_that_comes_up_beside_the_chain_is_waited_for(agent: Agent) -> None:
+    tproxy = {**INJECTED, "sidecar.istio.io/interceptionMode": "TPROXY"}
+    with namespace("late", lo_up=False) as late, ThreadPoolExecutor() as pool:
+        call = pool.submit(agent.cni, "ADD", late, annotations=tproxy)
+        run("ip", "-n", late, "link", "set", "lo", "up")
+        assert call.result() == (0, RESULT)
+    with namespace("down", lo_up=False) as down:
+        status, answer = agent.cni("ADD", down, args=named("down"), annotations=tproxy)
+        assert (status, "lo is down" in answer["msg"]) == (1, True)
 
 
 def test_runtime_that_passes_an_empty_set_of_annotations_as_null(agent: Agent, netns: str) -> None:
