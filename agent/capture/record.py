@@ -1,7 +1,8 @@
 """What must be remembered of a capture while it stands: its settings, and what was there before.
 
 One file a namespace, named after its inode. The kernel gives inodes out again, which keeps the
-files few, so a record also holds the namespace's cookie, which no other gets until reboot. A lost
+files few, so a record also holds the namespace's cookie, which no other gets until reboot, and the
+boot: a folder that outlives it has records of namespaces whose numbers others get next. A lost
 record does no harm: rules are then recognised by name and shape alone.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.kernel import files
-from agent.kernel.netns import Netns
+from agent.kernel.netns import Netns, boot
 from agent.model.errors import EnvironmentLacks, InvalidSettings
 from agent.model.plan import WHOLE_MARK, LocalRoute, LoopbackAddress, PolicyRule, Route, plan
 from agent.model.ruleset import Family
@@ -59,7 +60,9 @@ def load(netns: Netns) -> Record | None:
         return None
     try:
         document = json.loads(path.read_text())
-        return _decode(document) if document["cookie"] == netns.cookie() else None
+        now = boot()
+        is_its = (document["cookie"], document.get("boot", now)) == (netns.cookie(), now)
+        return _decode(document) if is_its else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -83,7 +86,7 @@ def save(netns: Netns, record: Record) -> None:
     path = file_of(netns)
     if path is None:
         return
-    document = {"cookie": netns.cookie(), **_encode(record)}
+    document = {"cookie": netns.cookie(), "boot": boot(), **_encode(record)}
     try:
         files.replace(path, json.dumps(document).encode())
     except EnvironmentLacks as error:

@@ -133,7 +133,7 @@ class Netns:
         An inode's number is given out again, mostly to the very next namespace (seen on 6.18).
         """
         cookie = self.cookie()
-        return None if cookie is None else f"{BOOT_ID.read_text().strip()}:{cookie}"
+        return None if cookie is None else f"{boot()}:{cookie}"
 
     def learn_cookie(self) -> None:
         """Learn the cookie; for threads that are in the namespace already."""
@@ -156,6 +156,11 @@ class Netns:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def boot() -> str:
+    """Return what tells the time since the kernel was started from those before it."""
+    return BOOT_ID.read_text().strip()
 
 
 def enter_at(fd: int, path: str) -> None:

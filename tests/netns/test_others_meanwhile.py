@@ -262,6 +262,20 @@ def test_a_damaged_record_is_none(netns: str, memory: Path, routes: str) -> None
     assert command("remove", "--netns", netns)[0] == 0
 
 
+def test_record_from_before_a_reboot_is_of_another_namespace(netns: str, memory: Path) -> None:
+    """Both its inode's number and its cookie may come again, where the folder outlives the boot."""
+    capture(netns, EVERYTHING, "nftables")
+    (path,) = memory.glob("netns-*.json")
+    document = json.loads(path.read_text())
+    with Netns.open(path_of(netns)) as opened:
+        assert record.load(opened) is not None
+        path.write_text(json.dumps({**document, "boot": "an earlier one"}))
+        assert record.load(opened) is None
+        del document["boot"]  # as versions wrote it that did not know better
+        path.write_text(json.dumps(document))
+        assert record.load(opened) is not None
+
+
 def test_settings_of_another_version_are_not_the_users_mistake(netns: str, memory: Path) -> None:
     capture(netns, EVERYTHING, "nftables")
     (path,) = memory.glob("netns-*.json")
