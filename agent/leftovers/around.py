@@ -116,13 +116,21 @@ def routes(seen: Seen, node: Node, pod: str, command: str) -> Iterator[Finding]:
                 f"{len(found)} of {catalogue.by_name(name).title}'s routing entries, and no rules "
                 "that need them",
             ),
-            explanation="Packets with the mark of a capture that is gone are still delivered to "
-            "this namespace itself."
-            if not untidy
-            else "The address from which a proxy passes traffic on is still on lo; nobody uses it.",
+            explanation=_meaning(catalogue.by_name(name), untidy=untidy),
             fix=f"intercept-agent clean {command} --only route, or: {'; '.join(commands)}",
             takes=Takes(routes=tuple(found)),
         )
+
+
+def _meaning(owner: Owner, *, untidy: bool) -> str:
+    if untidy:
+        return "The address from which a proxy passes traffic on is still on lo; nobody uses it."
+    if owner.role is not Role.CAPTURE:
+        return f"Packets with a mark of {owner.title}, which is gone, still take its routes."
+    return (
+        "Packets with the mark of a capture that is gone are still delivered to this namespace "
+        "itself."
+    )
 
 
 def _needed(seen: Seen, node: Node, route: Route, owner: Owner) -> bool:

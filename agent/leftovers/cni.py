@@ -8,8 +8,10 @@ from typing import Any
 from agent.formats import cni_config
 from agent.kernel import files
 from agent.leftovers.finding import Finding, Kind, Severity, Where
+from agent.leftovers.node import Node, running
 from agent.model import catalogue
 from agent.model.errors import InvalidSettings
+from agent.model.owner import Owner, Role
 
 CONF_DIR = Path("/etc/cni/net.d")
 # The usual folder first; distributions that package the plugins have them in the others.
@@ -32,12 +34,13 @@ class Folders:
         )
 
 
-def findings(folders: Folders) -> Iterator[Finding]:
+def findings(folders: Folders, node: Node) -> Iterator[Finding]:
     """Yield the configurations that a runtime would fail with.
 
     The first valid file by name is the one in use; the others wait until it goes.
     """
     used = True
+    valid: list[tuple[Path, tuple[Owner, ...]]] = []
     for path in _files(folders.conf_dir):
         try:
             found = cni_config.parse(path.name, files.read(path, cni_config.MAX_BYTES))
@@ -49,6 +52,9 @@ def findings(folders: Folders) -> Iterator[Finding]:
         if missing:
             yield _without_binary(path, missing, folders.bin_dirs, used=used)
         used = False
+        valid.append((path, () if missing else _gone(found.plugins, node)))
+    if len(valid) > 1 and valid[0][1] and not valid[1][1]:
+        yield _outlived(valid[0][0], valid[0][1], valid[1][0])
 
 
 def _files(folder: Path) -> list[Path]:
@@ -67,6 +73,34 @@ def _missing(plugins: Sequence[Mapping[str, Any]], bin_dirs: Sequence[Path]) -> 
         if isinstance(ipam, Mapping) and isinstance(ipam.get("type"), str):
             wanted[ipam["type"]] = None
     return tuple(name for name in wanted if not any((d / name).is_file() for d in bin_dirs))
+
+
+def _gone(plugins: Sequence[Mapping[str, Any]], node: Node) -> tuple[Owner, ...]:
+    """Return the CNIs whose plugins are named and of which no process runs on the node."""
+    if not node.all_visible:
+        return ()
+    owners = (catalogue.owner_of_plugin(str(plugin["type"])) for plugin in plugins)
+    return tuple(o for o in owners if o and o.role is Role.CNI and running(o, node) is None)
+
+
+def _outlived(path: Path, owners: Sequence[Owner], other: Path) -> Finding:
+    titles = " and ".join(owner.title for owner in owners)
+    names = " or ".join(owner.processes[0] for owner in owners)
+    return Finding(
+        kind=Kind.CNI_CONFIG,
+        severity=Severity.CRITICAL,
+        where=Where(),
+        objects=(str(path),),
+        owner=",".join(owner.name for owner in owners),
+        evidence=(
+            f"{path} is the first configuration, which the runtime uses, before {other}",
+            f"no process {names} runs on this node",
+        ),
+        explanation=f"New pods are still given to {titles}, which is gone: they fail to start, or "
+        f"have a network that nobody keeps. The configuration of what came after, {other.name}, "
+        "waits behind it.",
+        fix=f"remove {path}",
+    )
 
 
 def _without_binary(

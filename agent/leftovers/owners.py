@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from agent.leftovers.finding import Finding, Kind, Severity
 from agent.leftovers.look import Seen
 from agent.leftovers.node import Node, lack_of_life, listens, sign_of_life
+from agent.leftovers.proxy_modes import of_the_other_mode
 from agent.leftovers.reach import Goal
 from agent.leftovers.remains import (
     Remains,
@@ -39,6 +40,8 @@ def service_proxy(
     for backend in idle:
         last = alive is None and backend == idle[-1]
         yield _kube_proxy(seen, node, mine, backend, alive, command, with_rest=last)
+    if alive is not None and not idle:
+        yield from of_the_other_mode(seen, node, mine, alive, command)
 
 
 def _leave_shared(mine: Remains, *, alive: bool) -> None:
@@ -146,8 +149,10 @@ def networks(
     """Yield what CNIs left that are gone."""
     for mine in found.values():
         held = mine.backends or ([""] if mine.sets else [])
-        if mine.owner.role is not Role.CNI or not held or sign_of_life(mine.owner, seen, node):
+        if mine.owner.role is not Role.CNI or sign_of_life(mine.owner, seen, node):
             continue
+        if mine.links and not held and node.all_visible:
+            yield _interfaces(seen, node, mine)
         for backend in held:
             last = backend == held[-1]
             left = [f"interface {name} is still there" for name in mine.links if last]
@@ -164,6 +169,23 @@ def networks(
                 fix=f"intercept-agent clean {command} --only foreign-cni",
                 takes=takes(mine, backend, sets=sets),
             )
+
+
+def _interfaces(seen: Seen, node: Node, mine: Remains) -> Finding:
+    """Return the finding about interfaces without rules, which clean leaves: it cannot put back
+    what they are made of."""
+    return Finding(
+        kind=Kind.FOREIGN_CNI,
+        severity=Severity.WARNING,
+        where=where(seen, node, mine, ""),
+        objects=tuple(f"interface {name}" for name in mine.links),
+        owner=mine.owner.name,
+        evidence=lack_of_life(mine.owner, seen, node),
+        explanation=f"{mine.owner.title} is gone and its interfaces are still there: their "
+        "addresses and routes count before others', and they keep what another CNI may need, such "
+        "as the port of a tunnel.",
+        fix="; ".join(f"ip link del {name}" for name in mine.links),
+    )
 
 
 def meshes(
@@ -186,7 +208,8 @@ def meshes(
             if targets and not closed:
                 alive = alive or f"something listens on {' and '.join(map(str, targets))}"
             if alive is None:
-                yield _mesh(seen, node, mine, backend, command, tuple(closed), host=host)
+                sets = mine.sets if backend == mine.backends[-1] else []
+                yield _mesh(seen, node, mine, backend, command, tuple(closed), sets, host=host)
             elif host or captured:
                 yield _beside(seen, node, mine, backend, command, alive, host=host)
 
@@ -198,6 +221,7 @@ def _mesh(
     backend: str,
     command: str,
     closed: tuple[Goal, ...],
+    sets: list[str],
     *,
     host: bool,
 ) -> Finding:
@@ -212,12 +236,12 @@ def _mesh(
         kind=kind,
         severity=Severity.CRITICAL if closed or host else Severity.WARNING,
         where=where(seen, node, mine, backend),
-        objects=objects(mine, backend),
+        objects=(*objects(mine, backend), *(f"ipset {name}" for name in sets)),
         owner=mine.owner.name,
-        evidence=tuple(evidence),
+        evidence=(*evidence, *(f"interface {name} is still there" for name in mine.links)),
         explanation=meaning + ".",
         fix=f"intercept-agent clean {command} --only {kind.value}",
-        takes=takes(mine, backend),
+        takes=takes(mine, backend, sets=sets),
     )
 
 

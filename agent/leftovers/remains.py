@@ -11,7 +11,7 @@ from agent.leftovers.node import Node
 from agent.leftovers.reach import Goal, goals
 from agent.model import catalogue
 from agent.model.owner import Owner
-from agent.model.ruleset import BUILTIN_CHAINS, Family, Rule, Ruleset, Table
+from agent.model.ruleset import BASIC, BUILTIN_CHAINS, Family, Rule, Ruleset, Table
 from agent.model.state import IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES
 
 
@@ -68,7 +68,8 @@ def remains(seen: Seen) -> dict[str, Remains]:
 
 
 def _marked(table: Table, rules: Iterable[Rule]) -> Iterator[tuple[Owner, Rule]]:
-    """Yield the rules of a built-in chain that lead to an owner's chain or bear its comment."""
+    """Yield the rules of a built-in chain that lead to an owner's chain, or bear its comment, or
+    are about an interface of which nobody else writes rules."""
     for rule in rules:
         owner = None
         if rule.target is not None and table.chain(rule.target.name):
@@ -76,6 +77,11 @@ def _marked(table: Table, rules: Iterable[Rule]) -> Iterator[tuple[Owner, Rule]]
         if owner is None:
             comments = [v for o in rule.options("comment") for v in o.values]
             owner = catalogue.owner_of_comments(comments) if comments else None
+        if owner is None:
+            names = (rule.option(BASIC, flag) for flag in ("-i", "-o"))
+            owner = catalogue.owner_of_bridge(
+                tuple(v for o in names if o and not o.negated for v in o.values)
+            )
         if owner is not None:
             yield owner, rule
 

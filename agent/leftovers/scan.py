@@ -154,7 +154,7 @@ class Memory:
 
 def on_node(folders: cni.Folders, node: Node) -> tuple[Finding, ...]:
     """Return what is left over on the node outside of namespaces: CNI files, pins of eBPF."""
-    return (*cni.findings(folders), *ebpf.findings(node))
+    return (*cni.findings(folders, node), *ebpf.findings(node))
 
 
 def _look_into(

@@ -140,7 +140,9 @@ OWNERS: tuple[Owner, ...] = (
         role=Role.MESH,
         source="istio 1.18 cni/pkg/ambient/constants: it worked in the node's own namespace",
         chains=("*/ztunnel-*",),
+        sets=("ztunnel-pods-ips",),
         links=("istioin", "istioout"),
+        policies=((0x100, 0x100, 101), (0x40, 0x40, 102)),
         processes=("install-cni", "istio-cni"),
     ),
     Owner(
@@ -196,6 +198,22 @@ OWNERS: tuple[Owner, ...] = (
         role=Role.MESH,
         source="aws-app-mesh-controller-for-k8s pkg/inject (the rules themselves are not public)",
         chains=("*/APPMESH_*",),
+    ),
+    Owner(
+        name="mirrord",
+        title="mirrord",
+        role=Role.MESH,
+        source="metalbear-co/mirrord mirrord/agent/iptables",
+        chains=("*/MIRRORD_*",),
+        processes=("mirrord-agent",),
+    ),
+    Owner(
+        name="telepresence",
+        title="Telepresence",
+        role=Role.MESH,
+        source="telepresenceio/telepresence cmd/traffic/cmd/agentinit",
+        chains=("*/TEL_INBOUND_*",),
+        processes=("traffic",),
     ),
     Owner(
         name="merbridge",
@@ -279,6 +297,12 @@ def owner_of_comments(comments: Iterable[str]) -> Owner | None:
         if owner.comments and any(text.startswith(owner.comments) for text in texts):
             return owner
     return None
+
+
+def owner_of_bridge(interfaces: Iterable[str]) -> Owner | None:
+    """Return whose a rule is by the interfaces that it is about."""
+    names = frozenset(interfaces)
+    return next((o for o in OWNERS if names & set(o.bridges)), None) if names else None
 
 
 def owner_of_policy(mark: int, mask: int, table: int) -> Owner | None:

@@ -22,7 +22,7 @@ class Owner:
     have been started with, if any; `embedded` are programs that have it inside unless they were
     started with the word next to them. `health` are TCP ports that it
     alone answers on. `heartbeats` are chains that it renews while it lives; found alone they prove
-    nothing, for they stay.
+    nothing, for they stay. `bridges` are interfaces of which only the owner writes rules.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Owner:
     comments: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    bridges: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     programs: tuple[str, ...] = ()
     policies: tuple[tuple[int, int, int], ...] = ()  # mark, mask, route table
