@@ -9,12 +9,13 @@ from agent.model.enrolment import NODE_IDS, IdRange
 from agent.model.errors import EnvironmentLacks
 
 NS_GET_USERNS = 0xB701  # linux/nsfs.h
-INITIAL_USERNS_INODE = 0xEFFFFFFD  # linux/proc_ns.h PROC_USER_INIT_INO
 TIMEOUT_S = 10.0
 
 
 def owned_by_others(netns_fd: int) -> bool:
-    """Tell whether a network namespace belongs to another user namespace than the node's.
+    """Tell whether a network namespace belongs to another user namespace than this process is in.
+
+    That is the node's, but for an init container of a pod that has one, and nodes that are in one.
 
     Raises: EnvironmentLacks if that cannot be told.
     """
@@ -52,7 +53,7 @@ def _user_namespace(netns_fd: int) -> int:
 
 
 def _is_others(fd: int) -> bool:
-    return os.fstat(fd).st_ino != INITIAL_USERNS_INODE
+    return not os.path.samestat(os.fstat(fd), os.stat("/proc/self/ns/user"))
 
 
 def _maps(fd: int) -> tuple[str, str]:

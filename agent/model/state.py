@@ -51,7 +51,7 @@ class NamespaceState:
     nftables only our own table. `enrolment` is what the eBPF programs were told. `routes` has each
     policy rule as often as it is there: the kernel takes any number of copies. `base_chains` and
     `unreadable` are for reports only, `native` (the nftables tables of others) for packet walks.
-    `user_namespace` says that it belongs to another user namespace than the node's.
+    `user_namespace` says that it belongs to another user namespace than who looks.
     """
 
     loaded: Mapping[str, Rulesets] = field(default_factory=dict)

@@ -15,6 +15,10 @@ from tests.support.netns import inside, path_of, run, snapshot
 pytestmark = pytest.mark.netns
 
 READ_ONLY = 'mount --make-rprivate / && mount -t tmpfs -o ro none /run && exec "$@"'
+APART = (
+    *("unshare", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", READ_ONLY, "sh"),
+    *("env", f"--unset={STATE_DIR}", f"PYTHONPATH={ROOT}"),
+)
 RIGHTS = ("setpriv", "--bounding-set=-all,+net_admin,+net_raw", "--inh-caps=-all")
 FLAGS = ("-p", "15001", "-z", "15006", "-u", "1337", "-i", "*", "-b", "*", "-d", "15090,15021")
 TWICE = """
@@ -32,9 +36,7 @@ with Netns.open("/proc/self/ns/net") as own, namespace_lock(own):
 
 def container(netns: str) -> tuple[str, ...]:
     """Return what runs a command as the container does; its PID 1 is not the node's."""
-    own = ("unshare", "--mount", "--pid", "--fork", "--mount-proc")
-    bare = ("env", f"--unset={STATE_DIR}", f"PYTHONPATH={ROOT}")
-    return ("nsenter", f"--net={path_of(netns)}", *own, "sh", "-c", READ_ONLY, "sh", *RIGHTS, *bare)
+    return ("nsenter", f"--net={path_of(netns)}", *APART, *RIGHTS)
 
 
 def commanded(netns: str, *words: str) -> Ran:
@@ -56,6 +58,16 @@ def test_pod_is_captured_checked_and_left_as_before(netns: str, backend: str) ->
         before = {**before, "legacy4": after["legacy4"], "legacy6": after["legacy6"]}
         assert "ISTIO" not in after["legacy4"] + after["legacy6"]
     assert after == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pod_with_users_of_its_own_is_captured_from_inside(backend: str) -> None:
+    """As where hostUsers is false: from inside, rules about users are its own to write."""
+    own = ("unshare", "--user", "--map-root-user", "--net", *APART)
+    words = ("--netns", "self", "-u", "0", "-i", "*", "-b", "*", "--backend", backend)
+    done = cli_process("apply", *words, within=own)
+    assert (done.code, done.stderr) == (0, "")
+    assert f"captured by {backend}" in done.stdout
 
 
 def test_probe_says_which_right_it_lacks(netns: str) -> None:
