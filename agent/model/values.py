@@ -123,12 +123,12 @@ class BadValue(Exception):
 SHOWN = 60
 
 
-def shown(value: object) -> str:
+def shown(value: object, longest: int = SHOWN) -> str:
     """Return a value as a sentence can quote it: on one line, and not too long."""
     if isinstance(value, int) and abs(value) >= 10**SHOWN:
         return f"a number of more than {SHOWN} digits"  # Python refuses to print very long ones
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
 def split(value: object) -> list[str]:

@@ -16,8 +16,9 @@ from tests.fakes import fake_api
 from tests.fakes.fake_api import NODE
 from tests.support import api_servers
 from tests.support.agent import Agent, running, wait_for
-from tests.support.api_servers import SERVERS, Server, ask
+from tests.support.api_servers import SERVERS, Server
 from tests.support.netns import inside, namespace
+from tests.support.real_api import ask
 from tests.support.runtime import Runtime
 
 TAINT = "intercept-agent/not-ready"

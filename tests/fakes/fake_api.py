@@ -24,6 +24,8 @@ Key = tuple[str, str]
 
 KINDS = {"pods": "Pod", "namespaces": "Namespace", "nodes": "Node", "events": "Event"}
 NODE = "it-node"
+ADMIN = "admin"  # the token of one who may do all
+UNSAID_IN_LISTS = {"kind", "apiVersion"}
 
 
 class Refused(Exception):
@@ -67,6 +69,7 @@ class FakeApi:
         self._version = 100
         self._oldest = 100
         self._changed = threading.Condition()
+        self._pieces: dict[str, tuple[int, list[Document]]] = {}  # what is left, by token
         self._epoch = 0  # another one ends every watch
         self._server: ThreadingHTTPServer | None = None
         self._tls: ssl.SSLContext | None = None
@@ -84,6 +87,9 @@ class FakeApi:
             made |= {"kind": KINDS[resource], "apiVersion": "v1"}
             made["metadata"].setdefault("uid", f"uid-{self._version}")
             made["metadata"]["resourceVersion"] = str(self._version)
+            for name in ("labels", "annotations"):
+                if not made["metadata"].get(name, True):
+                    del made["metadata"][name]  # a server says nothing of an empty one
             self._objects[resource][key] = made
             self._tell(resource, "MODIFIED" if before else "ADDED", made)
             return made
@@ -105,6 +111,13 @@ class FakeApi:
     def all(self, resource: str) -> list[Document]:
         with self._changed:
             return deepcopy(list(self._objects[resource].values()))
+
+    def begin_anew(self) -> None:
+        """Have another history, of which only a little has happened yet, and no objects."""
+        with self._changed:
+            self._objects = {kind: {} for kind in KINDS}
+            self._history.clear()
+            self._version = self._oldest = 1
 
     def compact(self) -> None:
         """Forget what happened: who watches from an older version is told that it is gone."""
@@ -161,27 +174,31 @@ class FakeApi:
             raise Refused(403, f"cannot {verb} {resource}")
 
     def listing(self, resource: str, query: Mapping[str, str]) -> Document:
-        self.allow("list", resource)
+        """Return a list, or a piece of one; all pieces are of the moment of the first."""
         with self._changed:
-            found = [one for one in self._objects[resource].values() if _selected(one, query)]
-            first = 0
+            version, rest = self._version, self._all_of(resource, query)
             if token := query.get("continue"):
                 if self.faults.expire_pieces:
                     raise Refused(410, "the continue token is too old")
-                first = int(token)
-            limit = int(query.get("limit", 0)) or len(found)
-            if self.faults.page:
-                limit = min(limit, self.faults.page) if "limit" in query else limit
-            metadata: Document = {"resourceVersion": str(self._version)}
-            if first + limit < len(found):
-                metadata["continue"] = str(first + limit)
-            items = [*deepcopy(found[first : first + limit]), *self.faults.lie]
+                version, rest = self._pieces.pop(token)
+            limit = int(query.get("limit", 0)) or len(rest)
+            if self.faults.page and "limit" in query:
+                limit = min(limit, self.faults.page)
+            metadata: Document = {"resourceVersion": str(version)}
+            if rest[limit:]:
+                metadata["continue"] = f"{version}-{len(self.requests)}"
+                self._pieces[metadata["continue"]] = version, rest[limit:]
+            items = [*rest[:limit], *self.faults.lie]
             kind = f"{KINDS[resource]}List"
             return {"kind": kind, "apiVersion": "v1", "metadata": metadata, "items": items}
 
+    def _all_of(self, resource: str, query: Mapping[str, str]) -> list[Document]:
+        """Return what is asked for, as it stands in a list: without kind and version of each."""
+        found = [one for one in self._objects[resource].values() if _selected(one, query)]
+        return [{key: deepcopy(one[key]) for key in one.keys() - UNSAID_IN_LISTS} for one in found]
+
     def watching(self, resource: str, query: Mapping[str, str]) -> Iterator[Document | None]:
         """Yield events, and None now and then."""
-        self.allow("watch", resource)
         since, epoch = int(query["resourceVersion"]), self._epoch
         if since < self._oldest:
             yield {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}
@@ -202,28 +219,35 @@ class FakeApi:
             yield None
 
     def create(self, resource: str, namespace: str, body: Document) -> Document:
-        self.allow("create", resource)
-        if body["metadata"].get("namespace", namespace) != namespace:
+        """Make an object; its uid and the time of its birth are the server's affair."""
+        metadata = {key: value for key, value in body["metadata"].items() if key != "uid"}
+        if metadata.get("namespace", namespace) != namespace:
             raise Refused(400, "the namespace of the object is not that of the request")
+        about = body.get("involvedObject", {}).get("namespace") or "default"
+        if resource == "events" and about != namespace:
+            raise Refused(422, "involvedObject.namespace: does not match event.namespace")
+        metadata["creationTimestamp"] = now()
+        if namespace:
+            metadata["namespace"] = namespace
         with self._changed:
-            if (namespace, body["metadata"]["name"]) in self._objects[resource]:
+            if (namespace, metadata["name"]) in self._objects[resource]:
                 raise Refused(409, "AlreadyExists")
-            return self.put(resource, body)
+            return self.put(resource, {**body, "metadata": metadata})
 
     def patch(self, resource: str, key: Key, body: Document) -> Document:
-        self.allow("patch", resource)
         with self._changed:
             before = self._objects[resource].get(key)
             if before is None:
                 raise Refused(404, f"{resource} {key[1]} not found")
-            for name in ("uid", "resourceVersion"):
+            for name, code in (("resourceVersion", 409), ("uid", 422)):
                 wanted = body.get("metadata", {}).get(name)
                 if wanted is not None and wanted != before["metadata"][name]:
-                    raise Refused(409, f"{name} is another one: the object has been modified")
+                    raise Refused(code, f"{name} is another one: the object has been modified")
             return self.put(resource, merged(before, body))
 
     def delete(self, resource: str, key: Key, body: Document) -> Document:
-        self.allow("delete", resource)
+        """Delete an object. A pod on a node only bears a date then, until its kubelet has ended it
+        (`remove`)."""
         with self._changed:
             before = self._objects[resource].get(key)
             if before is None:
@@ -231,8 +255,15 @@ class FakeApi:
             uid = body.get("preconditions", {}).get("uid")
             if uid is not None and uid != before["metadata"]["uid"]:
                 raise Refused(409, "the UID in the precondition is not that of the object")
+            if resource == "pods" and before["spec"].get("nodeName"):
+                dated = {"deletionTimestamp": now(), "deletionGracePeriodSeconds": 30}
+                return self.put(resource, merged(before, {"metadata": dated}))
             self.remove(resource, *key)
             return before
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def merged(before: Document, patch: Document) -> Document:
@@ -290,19 +321,30 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if faults.status:
                 raise Refused(faults.status, "told to")
-            if self.api.token and self.headers.get("authorization") != f"Bearer {self.api.token}":
-                raise Refused(401, "Unauthorized")
+            path = url.path.strip("/").split("/")[2:]
+            self._admit(path, watch=watch)
             if watch:
-                self._watch(url.path.rpartition("/")[2], query)
+                self._watch(path[-1], query)
             else:
-                self._answer(200, self._do(url.path.strip("/").split("/"), query, body))
+                self._answer(200, self._do(path, query, body))
         except Refused as error:
             document = {"kind": "Status", "code": error.code, "message": str(error)}
             self._answer(error.code, document)
 
+    def _admit(self, path: list[str], *, watch: bool) -> None:
+        """Refuse who is nobody, or has no right to what he asks for."""
+        token = self.headers.get("authorization", "").removeprefix("Bearer ")
+        if token not in (self.api.token, ADMIN):
+            raise Refused(401, "Unauthorized")
+        named = path[2:] if path[0] == "namespaces" and len(path) > 2 else path
+        reads = "watch" if watch else "get" if len(named) > 1 else "list"
+        verb = {"GET": reads, "POST": "create"}.get(self.command, self.command.lower())
+        if token != ADMIN:
+            self.api.allow(verb, named[0])
+
     def _do(self, path: list[str], query: Mapping[str, str], body: Document) -> Document:
         api = self.api
-        match path[2:]:
+        match path:
             case [resource] if self.command == "GET":
                 return api.listing(resource, query)
             case [resource] if self.command == "POST":
@@ -323,7 +365,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.api.patch(resource, key, body)
         if self.command == "DELETE":
             return self.api.delete(resource, key, body)
-        self.api.allow("get", resource)
         try:
             return self.api.get(resource, *key)
         except KeyError:
@@ -390,9 +431,10 @@ def serving(tls: tuple[Path, Path] | None = None) -> Iterator[FakeApi]:
         api.stop()
 
 
-def kubeconfig(folder: Path, api: FakeApi, **cluster: str) -> Path:
-    """Write a kubeconfig beside a token file, as a node has them."""
-    (folder / "token").write_text(api.token)
+def kubeconfig(folder: Path, api: FakeApi, who: str = "", **cluster: str) -> Path:
+    """Write a kubeconfig beside a token file, as a node has them; `who` may be ADMIN."""
+    token, path = folder / f"{who}token", folder / f"{who}kubeconfig"
+    token.write_text(who or api.token)
     scheme = "https" if cluster else "http"
     document = {
         "current-context": "it",
@@ -400,9 +442,8 @@ def kubeconfig(folder: Path, api: FakeApi, **cluster: str) -> Path:
         "clusters": [
             {"name": "it", "cluster": {"server": f"{scheme}://127.0.0.1:{api.port}", **cluster}}
         ],
-        "users": [{"name": "it", "user": {"tokenFile": "token"}}],
+        "users": [{"name": "it", "user": {"tokenFile": token.name}}],
     }
-    path = folder / "kubeconfig"
     path.write_text(yaml.safe_dump(document))
     return path
 

@@ -60,7 +60,7 @@ class Node:
 
     def start(self, name: str, netns: str) -> None:
         """Start a pod that the API server has."""
-        annotations = self.api.get("pods", "shop", name)["metadata"]["annotations"]
+        annotations = self.api.get("pods", "shop", name)["metadata"].get("annotations", {})
         self.runtime.run(name, netns, uid=f"uid-{name}", annotations=annotations)
 
     def annotate(self, name: str, annotations: Mapping[str, str | None]) -> None:
@@ -70,11 +70,13 @@ class Node:
         self.api.change("namespaces", "", "shop", {"metadata": {"labels": labels}})
 
     def labels(self, name: str) -> dict[str, str]:
-        found: dict[str, str] = self.api.get("pods", "shop", name)["metadata"]["labels"]
+        found: dict[str, str] = self.api.get("pods", "shop", name)["metadata"].get("labels", {})
         return found
 
     def pods(self) -> set[str]:
-        return {each["metadata"]["name"] for each in self.api.all("pods")}
+        """Return the names of those that nobody has deleted."""
+        kept = [one["metadata"] for one in self.api.all("pods")]
+        return {metadata["name"] for metadata in kept if "deletionTimestamp" not in metadata}
 
     def taints(self) -> object:
         return self.api.get("nodes", "", NODE)["spec"].get("taints")

@@ -13,7 +13,7 @@ from agent.node.config import Kubernetes
 from agent.node.events import Events
 from agent.node.feed import Feed
 from agent.node.kube.access import Kubeconfig
-from agent.node.kube.announcer import Announcer, Subject
+from agent.node.kube.announcer import BURST, Announcer, Subject
 from agent.node.kube.cache import Cache
 from agent.node.kube.client import ApiClient
 from agent.node.kube.repair import LABEL, Repair
@@ -26,8 +26,8 @@ TAINT = "intercept-agent/not-ready"
 OTHER = {"key": "other", "effect": "NoExecute"}
 
 
-async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+async def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "not within the time"
         await asyncio.sleep(0.01)
@@ -136,6 +136,23 @@ def test_no_pod_gets_many_events(tmp_path: Path) -> None:
     against(tmp_path, test)
 
 
+def test_full_node_has_an_event_of_every_pod_though_not_all_at_once(tmp_path: Path) -> None:
+    async def test(api: FakeApi, client: ApiClient) -> None:
+        told = Told(client)
+        async with at_work(told.announcer.run()):
+            await until(lambda: told.feed.watchers)
+            for number in range(BURST + 20):
+                told.events.add("leftover", f"shop/pod-{number}", "blackhole: nobody listens")
+                await asyncio.sleep(0)
+            await until(lambda: len(api.all("events")) == BURST, 60)
+            await asyncio.sleep(0.3)
+            assert len(api.all("events")) == BURST
+            told.now += 2
+            await until(lambda: len(api.all("events")) == BURST + 20)
+
+    against(tmp_path, test)
+
+
 def test_events_wait_for_the_server_and_are_not_lost(tmp_path: Path) -> None:
     async def test(api: FakeApi, client: ApiClient) -> None:
         told = Told(client)
@@ -164,10 +181,11 @@ def test_event_that_is_refused_holds_up_no_other(tmp_path: Path) -> None:
         async with at_work(told.announcer.run()):
             await until(lambda: told.feed.watchers)
             told.events.add("failed", "shop/one", "refused")
-            await until(lambda: api.refused)
+            await until(lambda: "cannot create events" in told.announcer.problem)
             api.rights = None
             told.events.add("failed", "shop/two", "taken")
             await until(lambda: len(api.all("events")) == 1)
+            await until(lambda: told.announcer.problem == "")
 
     against(tmp_path, test)
 
@@ -216,6 +234,11 @@ class Late:
         return [event["kind"] for event in self.events.since(0)]
 
 
+def labels(api: FakeApi) -> dict[str, str]:
+    found: dict[str, str] = api.get("pods", "shop", "web")["metadata"].get("labels", {})
+    return found
+
+
 def test_policy_says_what_becomes_of_a_late_pod(tmp_path: Path) -> None:
     async def test(api: FakeApi, client: ApiClient) -> None:
         api.put("pods", pod("web"))
@@ -257,16 +280,11 @@ def test_mark_is_taken_away_though_the_watch_has_not_told_of_it(tmp_path: Path) 
     async def test(api: FakeApi, client: ApiClient) -> None:
         api.put("pods", pod("web"))
         late = Late(api, client, repair="label")
-
-        def labels() -> dict[str, str]:
-            found: dict[str, str] = api.get("pods", "shop", "web")["metadata"]["labels"]
-            return found
-
         async with at_work(late.repair.run()):
             late.late("web")
-            await until(lambda: LABEL in labels())
+            await until(lambda: LABEL in labels(api))
             late.repair.captured("shop/web")
-            await until(lambda: LABEL not in labels())
+            await until(lambda: LABEL not in labels(api))
 
     against(tmp_path, test)
 
@@ -281,9 +299,11 @@ def test_pod_that_was_made_anew_is_neither_labelled_nor_deleted(tmp_path: Path) 
             async with at_work(late.repair.run()):
                 await until(lambda: any("409" in r or "web" in r for r in api.requests))
                 await asyncio.sleep(0.2)
-            found = api.get("pods", "shop", "web")
-            assert found["metadata"]["uid"] == "another"
-            assert LABEL not in found["metadata"]["labels"]
+            assert late.repair.problem == ""
+            found = api.get("pods", "shop", "web")["metadata"]
+            assert found["uid"] == "another"
+            assert LABEL not in labels(api)
+            assert "deletionTimestamp" not in found
             api.requests.clear()
 
     against(tmp_path, test)
@@ -302,6 +322,41 @@ def test_pod_that_is_captured_by_then_is_left_alone(tmp_path: Path) -> None:
     against(tmp_path, test)
 
 
+def test_pod_that_is_deleted_is_left_to_end(tmp_path: Path) -> None:
+    """It does so in its own time, and nothing more is to be said of it."""
+
+    async def test(api: FakeApi, client: ApiClient) -> None:
+        api.put("pods", pod("web"))
+        late = Late(api, client, repair="delete")
+        async with at_work(late.repair.run()):
+            assert "it is deleted" in late.late("web")
+            await until(lambda: "deletionTimestamp" in api.get("pods", "shop", "web")["metadata"])
+            told = late.kinds()
+            late.cache.pods.put(api.get("pods", "shop", "web"))
+            assert "it ends already" in late.late("web")
+            await asyncio.sleep(0.2)
+            assert late.kinds() == told == ["uncaptured", "deleted"]
+            assert api.count("DELETE") == 1
+
+    against(tmp_path, test)
+
+
+def test_right_to_repair_that_is_missing_is_named_until_it_is_there(tmp_path: Path) -> None:
+    async def test(api: FakeApi, client: ApiClient) -> None:
+        api.put("pods", pod("web"))
+        late = Late(api, client, repair="label")
+        api.rights = frozenset()
+        async with at_work(late.repair.run()):
+            late.late("web")
+            await until(lambda: "cannot patch pods" in late.repair.problem)
+            api.rights = None
+            late.late("web")
+            await until(lambda: LABEL in labels(api))
+            await until(lambda: late.repair.problem == "")
+
+    against(tmp_path, test)
+
+
 def test_repair_waits_for_the_server(tmp_path: Path) -> None:
     async def test(api: FakeApi, client: ApiClient) -> None:
         api.put("pods", pod("web"))
@@ -311,7 +366,7 @@ def test_repair_waits_for_the_server(tmp_path: Path) -> None:
         async with at_work(late.repair.run()):
             await asyncio.sleep(0.3)
             api.start()
-            await until(lambda: LABEL in api.get("pods", "shop", "web")["metadata"]["labels"])
+            await until(lambda: LABEL in labels(api))
 
     against(tmp_path, test)
 
@@ -387,8 +442,10 @@ def test_node_that_cannot_be_written_is_tried_again(tmp_path: Path, missing: str
         keeper = TaintKeeper(client, NODE, TAINT, lambda: True)
         async with at_work(keeper.run()):
             await until(lambda: api.count("GET") >= 2)
+            assert ("cannot get nodes" if missing == "right" else "404") in keeper.problem
             api.rights = None
             api.put("nodes", born)
             await until(lambda: not taints(api))
+            await until(lambda: keeper.problem == "")
 
     against(tmp_path, test)

@@ -40,7 +40,9 @@ REASONS: Mapping[str, tuple[str, str]] = {
 }
 LONGEST_MESSAGE = 1024  # what the API server takes
 LONGEST_NAME = 220
-MOST_WAITING = 256
+MOST_WAITING = 1024
+# A full node has something to say of each pod at once, and of none should nothing be said.
+BURST, PER_S = 300, 10.0
 MOST_SERIES = 1024
 AGAIN_S = 10.0  # between two counts of one Event
 GIVE_UP_S = 600.0
@@ -121,8 +123,9 @@ class Announcer:
         self._waiting: OrderedDict[Key, Waiting] = OrderedDict()
         self._series: OrderedDict[Key, Series] = OrderedDict()
         self._budgets: OrderedDict[str, Budget] = OrderedDict()
-        self._budget = Budget(100, 5.0, clock)
+        self._budget = Budget(BURST, PER_S, clock)
         self._news = asyncio.Event()
+        self.problem = ""  # why the last Event was refused
 
     async def run(self) -> None:
         """Tell until cancelled."""
@@ -166,7 +169,7 @@ class Announcer:
         self._budgets.move_to_end(uid)
         while len(self._budgets) > MOST_SERIES:
             self._budgets.popitem(last=False)
-        return budget.take() and self._budget.take()
+        return budget.take()
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -179,10 +182,15 @@ class Announcer:
                     async with asyncio.timeout(RETRY_S if self._waiting else None):
                         await self._news.wait()
                 continue
+            if not self._budget.take():
+                await asyncio.sleep(1 / PER_S)
+                continue
             waiting = self._waiting.pop(due)
             try:
                 await self._say(due, waiting)
+                self.problem = ""
             except ApiRefused as error:
+                self.problem = f"an Event is refused: {error}"
                 log.warning("an Event is refused", extra={"cause": str(error)})
             except ApiError:
                 self._keep(due, waiting)

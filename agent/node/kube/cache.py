@@ -44,12 +44,14 @@ class KnownPod:
     """A pod as the API server has it.
 
     `uids` are those by which the runtime and the API server may call it. `replaced` tells that
-    a controller would make another one if it were deleted, and that nobody has deleted it yet.
+    a controller would make another one if it were deleted, `ending` that it was deleted, and has
+    until its grace period is over.
     """
 
     pod: Pod
     uids: tuple[str, ...]
     replaced: bool
+    ending: bool
     created: float  # seconds since the epoch
 
     @property
@@ -180,11 +182,11 @@ def _known(pod: Pod, metadata: Mapping[str, Any]) -> KnownPod:
         isinstance(owner, dict) and owner.get("controller") is True and owner.get("kind") != "Node"
         for owner in (owners if isinstance(owners, list) else ())
     )
-    replaced = owned and MIRROR not in written and not metadata.get("deletionTimestamp")
     return KnownPod(
         pod=_bare(pod),
         uids=tuple(sorted(uids)),
-        replaced=replaced,
+        replaced=owned and MIRROR not in written,
+        ending=bool(metadata.get("deletionTimestamp")),
         created=_seconds(metadata.get("creationTimestamp")),
     )
 

@@ -38,6 +38,7 @@ DEADLINE_S = 15.0
 LARGEST_HEAD = 64 * 1024
 LARGEST_BODY = 32 * 1024 * 1024
 LARGEST_LINE = 8 * 1024 * 1024  # etcd keeps no object of more than 1.5 MiB, a fifth of that in JSON
+LONGEST_WORDS = 400  # of a refusal: who may not do what, and of what
 CHUNK = 64 * 1024
 LONGEST_RETRY_AFTER_S = 30.0
 # A host that is gone without a word is missed by the kernel within half a minute.
@@ -233,7 +234,7 @@ async def _refusal(
     headers = dict(head.headers)
     wait = headers.get(b"retry-after", b"").decode("ascii", "replace")
     after_s = min(float(wait), LONGEST_RETRY_AFTER_S) if wait.isdigit() else 0.0
-    text = f"{call}: {head.status_code}{f' {shown(said)}' if said else ''}{hint}"
+    text = f"{call}: {head.status_code}{f' {shown(said, LONGEST_WORDS)}' if said else ''}{hint}"
     return ApiRefused(head.status_code, text, after_s)
 
 

@@ -48,6 +48,14 @@ class Cluster:
             started=around.started,
             own_namespace=around.own_namespace,
         )
+        self._announcer = Announcer(
+            self._client,
+            around.feed,
+            self.node,
+            subject=self._subject,
+            connected=lambda: self.connected,
+        )
+        self._taint = TaintKeeper(self._client, self.node, config.taint or "", around.ready)
 
     @property
     def connected(self) -> bool:
@@ -55,7 +63,9 @@ class Cluster:
 
     @property
     def detail(self) -> str:
-        return self._source.detail
+        """What is known, and what else the server does not let the agent do."""
+        others = (self._source, self._repair, self._announcer, self._taint)
+        return "; ".join(filter(None, (self._source.detail, *(one.problem for one in others))))
 
     async def run(self, sink: Callable[[Update], None]) -> None:
         """Do everything until cancelled."""
@@ -64,21 +74,9 @@ class Cluster:
             group.create_task(self._repair.run())
             group.create_task(self._hear_of_captures())
             if self._config.events:
-                group.create_task(self._announcer().run())
+                group.create_task(self._announcer.run())
             if self._config.taint:
-                keeper = TaintKeeper(
-                    self._client, self.node, self._config.taint, self._around.ready
-                )
-                group.create_task(keeper.run())
-
-    def _announcer(self) -> Announcer:
-        return Announcer(
-            self._client,
-            self._around.feed,
-            self.node,
-            subject=self._subject,
-            connected=lambda: self.connected,
-        )
+                group.create_task(self._taint.run())
 
     def _subject(self, label: str) -> Subject | None:
         if label == HOST:

@@ -24,4 +24,4 @@ class ApiRefused(ApiError):
         self.retry_after_s = retry_after_s
 
 
-GONE, CONFLICT, NOT_FOUND, UNAUTHORIZED, FORBIDDEN = 410, 409, 404, 401, 403
+UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, GONE, INVALID = 401, 403, 404, 409, 410, 422

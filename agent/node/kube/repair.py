@@ -15,7 +15,7 @@ from agent.node.config import Kubernetes
 from agent.node.events import Events
 from agent.node.kube.cache import Cache, KnownPod
 from agent.node.kube.client import MERGE_PATCH, ApiClient
-from agent.node.kube.errors import CONFLICT, NOT_FOUND, ApiError, ApiRefused
+from agent.node.kube.errors import CONFLICT, INVALID, NOT_FOUND, ApiError, ApiRefused
 from agent.node.pod import Wish
 from agent.node.source import STATIC
 
@@ -72,6 +72,12 @@ class Repair:
         self._told: dict[str, str] = {}
         self._marked: set[str] = set()  # of which the watch may not have told yet
         self._news = asyncio.Event()
+        self._refused: dict[str, str] = {}  # what the server said to an action the last time
+
+    @property
+    def problem(self) -> str:
+        """Why pods are not repaired as they should be, or nothing."""
+        return "; ".join(f"a pod is not repaired: {said}" for said in self._refused.values())
 
     def late(self, wish: Wish, danger: str) -> str:
         """Return what becomes of a pod that runs uncaptured; nothing: it is to be programmed."""
@@ -79,8 +85,10 @@ class Repair:
         if asked == PROGRAM or wish.source == STATIC:
             return ""
         known = self._cache.known(wish.namespace, wish.name, wish.uid)
-        action, but = self._allowed(wish, known, asked)
         why = f"it runs without its capture{f', and {danger}' if danger else ''}"
+        if known is not None and known.ending:
+            return f"{why}; it ends already"
+        action, but = self._allowed(wish, known, asked)
         said = f"{why}; {SAID[action]}{f', not {SAID[asked]}: {but}' if but else ''}"
         if self._told.get(wish.key) != said:
             if len(self._told) >= MOST_TOLD:
@@ -126,8 +134,10 @@ class Repair:
                 key, case = next(iter(self._cases.items()))
                 try:
                     done = await self._do(case)
+                    self._refused.pop(case.action, None)
                 except ApiRefused as error:
                     done = False
+                    self._refused[case.action] = str(error)
                     self._told.pop(case.key, None)  # and tried again with the next look
                     log.warning("a pod is not repaired", extra={"cause": str(error)})
                 except ApiError as error:
@@ -163,7 +173,8 @@ class Repair:
                 patch = {"metadata": {"uid": pod.uid, "labels": {LABEL: value}}}
                 await self._client.send("PATCH", path, patch, MERGE_PATCH)
         except ApiRefused as error:
-            if error.status in (NOT_FOUND, CONFLICT):  # it is another one by now, or gone
+            # It is gone, or another one by now; of a patch the server says that no uid may change.
+            if error.status in (NOT_FOUND, CONFLICT, INVALID):
                 return False
             raise
         return True

@@ -13,7 +13,7 @@ from random import Random
 from agent.model.pod import Namespace, Pod
 from agent.node.kube.cache import Cache
 from agent.node.kube.client import ApiClient
-from agent.node.kube.errors import ApiError
+from agent.node.kube.errors import NOT_FOUND, ApiError, ApiRefused
 from agent.node.kube.reflector import SILENCE_S, Reflector
 from agent.node.source import KUBERNETES, Described, Update
 
@@ -46,6 +46,7 @@ class KubeSource:
         self._told = False
         self._spoke = asyncio.Event()
         self._dirty = asyncio.Event()
+        self.problem = ""  # why a pod that was asked for is not told of
         self._reflectors = tuple(
             Reflector(
                 client,
@@ -136,7 +137,10 @@ class KubeSource:
         path = f"{NAMESPACES}/{namespace}/pods/{name}"
         try:
             found = await self._client.get(path, deadline_s=LOOK_UP_S)
-        except ApiError:
+        except ApiError as error:
+            if isinstance(error, ApiRefused) and error.status != NOT_FOUND:
+                self.problem = f"a pod that starts is not looked up: {error}"
             return None
+        self.problem = ""
         self.cache.pods.put(found)
         return self.pod(namespace, name, uid)

@@ -40,6 +40,7 @@ class TaintKeeper:
         self._key = key
         self._ready = ready
         self._patience_s = patience_s
+        self.problem = ""  # why the node's taint is not as it should be
 
     async def run(self) -> None:
         """Keep the taint as it should be until cancelled. Errors are waited out, not raised."""
@@ -57,7 +58,10 @@ class TaintKeeper:
                 try:
                     await self._settle(tainted=wanted)
                     settled, look_again_s, retry_s = wanted, clock() + CHECK_S, FIRST_RETRY_S
+                    self.problem = ""
                 except ApiError as error:
+                    if isinstance(error, ApiRefused):
+                        self.problem = f"the node's taint cannot be set: {error}"
                     log.warning("the node's taint cannot be set", extra={"cause": str(error)})
                     await asyncio.sleep(retry_s)
                     retry_s = min(retry_s * 2, SLOWEST_RETRY_S)
