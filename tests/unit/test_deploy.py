@@ -99,8 +99,6 @@ def test_names_within_the_base_agree() -> None:
     (generated,) = kustomization["configMapGenerator"]
     assert {"name": generated["name"]} in [each.get("configMap") for each in pod()["volumes"]]
     assert [each["name"] for each in kustomization["images"]] == [container()["image"]]
-    (taken,) = [a for a in template["metadata"]["annotations"] if "apparmor" in a]
-    assert taken.endswith(f"/{container()['name']}")
 
 
 def test_configuration_is_one_that_the_agent_takes_and_finds() -> None:
