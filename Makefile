@@ -26,7 +26,7 @@ LOCKS := requirements-build.lock requirements.lock
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-containerd check fmt bench cni-static install install-units image
-.PHONY: manifests kernel soak fuzz lock proto clean system
+.PHONY: test-apiserver manifests kernel soak fuzz lock proto clean system
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -45,6 +45,24 @@ test-containerd: $(VENV)/installed ## run the tests of real pods on containerd 1
 		binary=$$($(RUN) -m tests.containerd.fetch $$version build/containerd); \
 		echo "containerd $$version: $$binary"; \
 		IT_CONTAINERD="$$PWD/$$binary" $(RUN) -m pytest tests/containerd; \
+	done
+
+# Go fetches and checks the modules; to compile them takes minutes, so CI does without.
+CONTROL_PLANE := build/control-plane
+KUBERNETES = $(shell awk '$$1 == "k8s.io/kubernetes" {print $$2}' tests/apiserver/go.mod)
+
+test-apiserver: $(VENV)/installed $(CONTROL_PLANE)/kube-apiserver ## build Kubernetes with go and run the tests on it (root)
+	KUBE_APISERVER="$$PWD/$(CONTROL_PLANE)/kube-apiserver" \
+		$(RUN) -m pytest tests/apiserver tests/e2e/test_api_server.py
+
+# kube-apiserver is the last: it tells that the others are there.
+$(CONTROL_PLANE)/kube-apiserver: tests/apiserver/go.mod
+	@command -v go >/dev/null || { echo 'go is missing; see https://go.dev/doc/install'; exit 1; }
+	mkdir -p $(@D) && cp $< $(@D)/ && cd $(@D) && export CGO_ENABLED=0 GOFLAGS=-mod=mod && \
+	go build -trimpath -o etcd go.etcd.io/etcd/server/v3 && \
+	for command in kubectl kube-controller-manager kube-apiserver; do \
+		go build -trimpath -ldflags '-s -w -X k8s.io/component-base/version.gitVersion=$(KUBERNETES)' \
+			-o . k8s.io/kubernetes/cmd/$$command || exit; \
 	done
 
 check: $(VENV)/installed ## lint, look at the formatting and check the types
