@@ -146,7 +146,7 @@ def _node_reason(subject: Subject) -> str | None:
         return "this command runs in it"
     try:
         with Netns.open(subject.place.path) as opened:
-            return netns.node_reason(opened, is_self=False)
+            return netns.node_reason(opened, is_self=subject.place.name == "self")
     except NamespaceRefused:
         return None
 

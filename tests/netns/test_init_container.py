@@ -70,6 +70,14 @@ def test_pod_with_users_of_its_own_is_captured_from_inside(backend: str) -> None
     assert f"captured by {backend}" in done.stdout
 
 
+def test_what_others_left_in_the_pod_is_cleaned(netns: str) -> None:
+    """`self` is the pod, where PID 1 is not the node's."""
+    inside(netns, "iptables-nft", "-t", "nat", "-N", "KUBE-SVC-TCOU7JCQXEZGVUNU")
+    done = commanded(netns, "clean", "--dry-run")
+    assert (done.code, done.stderr) == (1, "")
+    assert "KUBE-SVC-TCOU7JCQXEZGVUNU" in done.stdout
+
+
 def test_probe_says_which_right_it_lacks(netns: str) -> None:
     done = commanded(netns, "check", "--probe", *FLAGS)
     assert done.code == 3
