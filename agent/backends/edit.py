@@ -17,11 +17,13 @@ class ChainEdit:
     """Edits of one chain, in the order in which they are made.
 
     With `rewrite` the chain is made or emptied first, and `insert` holds its rules in order.
-    `insert` numbers are the 1-based positions that the rules have in the end.
+    `insert` numbers are the 1-based positions that the rules have in the end. With `touch` it is a
+    built-in chain that is to be there without any rule.
     """
 
     name: str
     rewrite: bool
+    touch: bool = False
     delete: tuple[Rule, ...] = ()
     insert: tuple[tuple[int, Rule], ...] = ()
 
@@ -92,6 +94,8 @@ def _table_edit(have: Table, want: Table) -> TableEdit:
 
 def _chain_edit(have: Chain | None, want: Chain, *, builtin: bool) -> ChainEdit | None:
     loaded = have.rules if have else ()
+    if builtin and have is None and not want.rules:
+        return ChainEdit(want.name, rewrite=False, touch=True)
     if not builtin and (have is None or loaded != want.rules):
         return ChainEdit(want.name, rewrite=True, insert=tuple(enumerate(want.rules, start=1)))
     if loaded == want.rules:
@@ -127,6 +131,8 @@ def _table_lines(edit: TableEdit) -> Iterator[str]:
         if chain.rewrite:
             yield f":{chain.name} - [0:0]"
     for chain in edit.chains:
+        if chain.touch:  # the tool makes a chain for a rule only: one that no packet meets
+            yield from (f"{verb} {chain.name} -p 255 -j RETURN" for verb in ("-A", "-D"))
         for rule in chain.delete:
             yield f"-D {chain.name} {render_spec(rule)}"
     for chain in edit.chains:

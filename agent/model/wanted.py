@@ -11,7 +11,15 @@ from agent.model import numbers, owned
 from agent.model.enrolment import enrolment
 from agent.model.plan import PASSTHROUGH, WHOLE_MARK, CapturePlan, LocalRoute, PolicyRule, Route
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Ruleset, Rulesets, Table
-from agent.model.state import EBPF, GUARD, IPTABLES_LEGACY, IPTABLES_NFT, NFTABLES, NamespaceState
+from agent.model.state import (
+    EBPF,
+    GUARD,
+    IPTABLES_LEGACY,
+    IPTABLES_NFT,
+    NFTABLES,
+    NamespaceState,
+    same,
+)
 
 Policy = tuple[int, int, int]
 """What a policy rule of a capture is about: mark, mask and table."""
@@ -21,6 +29,9 @@ AMBIENT_POLICY: Policy = numbers.AMBIENT_POLICY
 
 Shell = tuple[Family, str, str]
 """A built-in chain of iptables-nft: family, table, chain."""
+
+TRIALS = frozenset((family, "nat", "INPUT") for family in Family)
+"""Where istio-iptables tries whether a tool works, whichever family it then writes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,20 @@ def captured(
     base = replace(base, routes=(*kept, *needed))
     if backend == EBPF:
         return replace(base, enrolment=enrolment(plan.settings))
-    return replace(base, loaded=_loaded(base, plan, backend, native=native))
+    want = replace(base, loaded=_loaded(base, plan, backend, native=native))
+    # What a trial left is taken away with the rest, and by itself no reason to write.
+    right = same(have, want) and _shells(have) - _shells(want) <= TRIALS
+    return have if right else want
+
+
+def _shells(state: NamespaceState) -> frozenset[Shell]:
+    return frozenset(
+        (family, table.name, chain.name)
+        for family, ruleset in state.of(IPTABLES_NFT).items()
+        for table in ruleset.tables
+        for chain in table.chains
+        if _is_shell(chain, BUILTIN_CHAINS.get(table.name, ()))
+    )
 
 
 def _loaded(
@@ -82,7 +106,8 @@ def uncaptured(have: NamespaceState, known: Known) -> NamespaceState:
 def before_of(have: NamespaceState) -> Before:
     """Return what a removal is to leave, seen before a capture is applied.
 
-    A built-in chain counts if anything foreign is in its table, or nothing of a capture is.
+    A built-in chain counts if anything foreign is in its table, or nothing of a capture is; but not
+    what istio-iptables left of a trial.
     """
     shells: set[Shell] = set()
     loaded = have.of(IPTABLES_NFT)
@@ -97,6 +122,8 @@ def before_of(have: NamespaceState) -> Before:
                 or any(c.rules or c.policy is None for c in left.chains)
             ):
                 shells |= {(family, table.name, chain) for chain in _untouched(table, left)}
+    if any(owned.capture_of(ruleset).tables for ruleset in loaded.values()):
+        shells -= TRIALS
     policies = _policies(have, ())
     routes = tuple(r for r in have.routes if _is_ours(r, policies, have.routes))
     captured_before = have.enrolment is not None or any(

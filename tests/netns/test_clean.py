@@ -23,7 +23,14 @@ from agent.model.errors import KernelRejected, RolledBack
 from agent.model.wanted import Known
 from tests.support import leftovers as left
 from tests.support.capturing import BACKENDS, DNS, EVERYTHING, TPROXY, capture, command, state
-from tests.support.foreign import ISTIO_INIT, add_foreign, counters, handles, without_capture
+from tests.support.foreign import (
+    ISTIO_INIT,
+    add_foreign,
+    counters,
+    handles,
+    try_tools,
+    without_capture,
+)
 from tests.support.leftovers import as_host, kinds, listening, load
 from tests.support.netns import inside, namespace, path_of
 
@@ -192,6 +199,7 @@ def test_whatever_istio_init_wrote_goes_whatever_its_flags_were(
     path = cleaned(netns, backups, "--only", "blackhole")
     assert everything(netns) == before
     restored(path)
+    try_tools(netns, "nft")  # a chain without rules is not put back
     assert everything(netns) == whole
 
 

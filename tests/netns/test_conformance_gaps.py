@@ -25,6 +25,7 @@ from tests.support.conformance import (
     settings_file,
 )
 from tests.support.conformance_gaps import GAPS, TPROXY, Gap
+from tests.support.foreign import try_tools
 from tests.support.netns import inside, namespace, snapshot
 
 SEEDS = range(1, 31)
@@ -70,6 +71,7 @@ def expected(config: Mapping[str, object]) -> dict[int, Rules]:
 
 def istio_init(name: str, config: Mapping[str, object], backend: str) -> None:
     full = {**defaults(), **config}
+    try_tools(name, backend.removeprefix("iptables-"))
     for version in (4, 6) if full["enable_ipv6"] else (4,):
         load(name, backend, version, istio_rules.restore_text(full, version))
 
@@ -223,14 +225,18 @@ def test_capture_of_istio_init_that_nobody_remembers_is_removed(backend: str, ne
 
 
 @each_backend
+@pytest.mark.parametrize("config", [BIG, SMALL], ids=["big", "small"])
 def test_capture_of_istio_init_is_taken_for_our_own(
-    backend: str, netns: str, tmp_path: Path
+    config: Mapping[str, object], backend: str, netns: str, tmp_path: Path
 ) -> None:
-    with_routes(netns, BIG)
-    istio_init(netns, BIG, backend)
+    untouched = snapshot(netns)
+    with_routes(netns, config)
+    istio_init(netns, config, backend)
     before = snapshot(netns)
-    assert apply(netns, backend, BIG, tmp_path) is False
+    assert apply(netns, backend, config, tmp_path) is False
     assert snapshot(netns) == before
+    assert cli("remove", "--netns", netns).code == 0
+    assert without_empty_tables(snapshot(netns)) == without_empty_tables(untouched)
 
 
 def with_routes(name: str, config: Mapping[str, object]) -> None:

@@ -134,10 +134,22 @@ class IstioInit:
     commands: tuple[str, ...]
 
     def load(self, namespace: str, flavour: str) -> None:
+        try_tools(namespace, flavour)
         for version, text in self.texts.items():
             inside(namespace, f"{TOOLS[version]}-{flavour}-restore", "--noflush", stdin=text)
         for line in self.commands:
             inside(namespace, *line.split())
+
+
+def try_tools(namespace: str, flavour: str) -> None:
+    """Do as istio-init does first, in both families, whichever it then writes to.
+
+    It leaves an empty chain, and an empty table in a family that it leaves alone.
+    """
+    for tool in TOOLS.values():
+        for verb in ("-A", "-D"):
+            rule = ("-t", "nat", verb, "INPUT", "-p", "255", "-j", "RETURN")
+            inside(namespace, f"{tool}-{flavour}", *rule)
 
 
 def istio_init_cases() -> tuple[IstioInit, ...]:

@@ -77,6 +77,18 @@ def test_restore_text_makes_chains_before_jumps_and_drops_them_after() -> None:
     ]
 
 
+def test_built_in_chain_without_rules_is_made_again() -> None:
+    """The restore tools make a chain for a rule, and not for its declaration."""
+    want = Ruleset(Family.IPV4, (Table("nat", (Chain("INPUT", "ACCEPT"),)),))
+    assert restore_text(table_edits(Ruleset(Family.IPV4), want)).splitlines() == [
+        "*nat",
+        "-A INPUT -p 255 -j RETURN",
+        "-D INPUT -p 255 -j RETURN",
+        "COMMIT",
+    ]
+    assert not table_edits(want, want)
+
+
 def test_shells_are_the_built_in_chains_and_tables_that_should_go() -> None:
     have = Ruleset(
         Family.IPV4,
