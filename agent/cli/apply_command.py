@@ -2,12 +2,15 @@
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from agent.capture.apply import Result, apply
+from agent.capture.apply import Result, apply, remove
 from agent.capture.inputs import Target, settings_for
+from agent.capture.probing.probe import ProbeResult, passed, probe
 from agent.cli import output
+from agent.cli.istio_flags import add_istio_flags, asked
 from agent.cli.options import WITHOUT, add_capture_options, raw_settings
+from agent.cli.probes import print_failures, print_probes
 from agent.cli.target import add_netns_option, opened
 from agent.model.settings import widened
 from agent.model.state import BACKENDS, EBPF
@@ -19,14 +22,15 @@ EXAMPLES = """examples:
   intercept-agent apply --netns web --dry-run          show the writes, make none
 """
 VERBOSE = "list the writes on stderr"
+REMOVED = ("capture removed", "nothing to remove")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_netns_option(parser)
     add_backend_option(parser)
-    parser.add_argument("-n", "--dry-run", action="store_true", help="list the writes, make none")
     output.add_output_option(parser)
     add_capture_options(parser, without=WITHOUT)
+    add_istio_flags(parser, writes=True)
 
 
 def add_backend_option(parser: argparse.ArgumentParser) -> None:
@@ -40,29 +44,60 @@ def add_backend_option(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    wish = asked(arguments)
     raw = raw_settings(arguments)
     settings_for(raw, None)  # bad input is refused before anything is opened
+    probes: tuple[ProbeResult, ...] = ()
     with opened(arguments.netns) as target:
         settings = settings_for(raw, target)
-        done = apply(target.netns, settings, backend=arguments.backend, dry_run=arguments.dry_run)
-    done = replace(done, warnings=(*widened(raw), *done.warnings))
+        if wish.cleanup_only:
+            done = remove(target.netns, dry_run=wish.dry_run)
+        else:
+            done = apply(target.netns, settings, backend=wish.backend, dry_run=wish.dry_run)
+            done = replace(done, warnings=(*widened(raw), *done.warnings))
+        if wish.run_validation:
+            probes = probe(target.netns, settings)
     word = "captured" if settings.captures else "set up to capture nothing"
-    report(target, done, arguments, done_word=word, already=f"already {word} like this")
-    return 0
+    words = REMOVED if wish.cleanup_only else (word, f"already {word} like this")
+    report(target, done, arguments, words, dry_run=wish.dry_run, probes=probes)
+    return 0 if passed(probes) else 1
 
 
 def report(
-    target: Target, done: Result, arguments: argparse.Namespace, *, done_word: str, already: str
+    target: Target,
+    done: Result,
+    arguments: argparse.Namespace,
+    words: tuple[str, str],
+    *,
+    dry_run: bool,
+    probes: tuple[ProbeResult, ...] = (),
 ) -> None:
-    """Print what a run did."""
+    """Print what a run did; `words` are for what is done and for what was so before."""
     if arguments.output == "json":
-        output.print_json(to_json(target, done))
+        document = to_json(target, done)
+        if probes:
+            document["probes"] = [asdict(result) for result in probes]
+        output.print_json(document)
         return
     output.warn(done.warnings)
+    _print(target, done, arguments, words, dry_run=dry_run)
+    print_probes(probes)
+    print_failures(target.name, probes)
+
+
+def _print(
+    target: Target,
+    done: Result,
+    arguments: argparse.Namespace,
+    words: tuple[str, str],
+    *,
+    dry_run: bool,
+) -> None:
+    done_word, already = words
     if not done.changed:
         print(f"{target.name}: {already}")
         return
-    if arguments.dry_run:
+    if dry_run:
         print(f"{target.name}: nothing was written; these writes would be made:")
         for step in done.steps:
             print(f"  {step}")

@@ -7,11 +7,13 @@ from dataclasses import asdict, replace
 from agent.capture import record
 from agent.capture.check import Report, check
 from agent.capture.inputs import Target, settings_for
-from agent.capture.probing.probe import Outcome, ProbeResult, passed, probe
+from agent.capture.probing.probe import ProbeResult, passed, probe
 from agent.cli import output
 from agent.cli.advice import apply_command
 from agent.cli.apply_command import add_backend_option
+from agent.cli.istio_flags import add_istio_flags, asked
 from agent.cli.options import add_capture_options, given_settings, guarded, whole
+from agent.cli.probes import print_failures, print_probes
 from agent.cli.target import add_netns_option, opened
 from agent.model.settings import dump, widened
 from agent.model.state import EBPF
@@ -37,9 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe", action="store_true", help="prove it with real connections")
     output.add_output_option(parser)
     add_capture_options(parser, without=WITHOUT)
+    add_istio_flags(parser, writes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    backend = asked(arguments).backend
     raw = given_settings(arguments)
     if raw is not None:
         settings_for(raw, None)
@@ -52,10 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         settings = settings_for(raw, target)
         if arguments.verbose:
             print(f"{target.name}: compared with {origin}: {dump(settings)}", file=sys.stderr)
-        report = check(target.netns, settings, backend=arguments.backend)
+        report = check(target.netns, settings, backend=backend)
         report = replace(report, warnings=(*widened(raw), *report.warnings))
         probes = probe(target.netns, settings) if arguments.probe else ()
-        backend = EBPF if report.backend == EBPF else arguments.backend
+        backend = EBPF if report.backend == EBPF else backend
         with output.printing():
             _print(target, report, probes, arguments, apply_command(target.name, raw, backend))
     return 0 if report.in_sync and passed(probes) else 1
@@ -91,9 +95,7 @@ def _print(
         print(output.paint(f"! {sentence}", output.YELLOW))
     for difference in report.differences:
         print(difference.line())
-    for result in probes:
-        colour = output.RED if result.outcome is Outcome.FAILED else output.GREEN
-        print(f"{output.paint(f'{result.outcome.value:<8}', colour)}{result.name}: {result.detail}")
+    print_probes(probes)
     if report.in_sync:
         print(f"{target.name}: {output.paint('in sync', output.GREEN)} ({report.backend})")
     else:
@@ -101,10 +103,7 @@ def _print(
         print(f"{target.name}: {output.paint(found, output.RED)} ({report.backend})")
         if report.differences:
             print(f"{'':<8}-> {applies}")
-    failed = sum(result.outcome is Outcome.FAILED for result in probes)
-    if failed:
-        lost = output.paint(f"{output.count(failed, 'probe')} failed", output.RED)
-        print(f"{target.name}: {lost}")
+    print_failures(target.name, probes)
 
 
 def to_json(target: Target, report: Report) -> dict[str, object]:

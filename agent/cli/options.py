@@ -201,11 +201,6 @@ SETTINGS: tuple[Setting, ...] = (
 
 _SWITCHED = frozenset({"enable_ipv6", *(one.key for one in SETTINGS if one.switch)})
 
-# Options of istio-iptables that say what this agent always does; an init container passes them.
-IGNORED_SWITCHES = ("--reconcile", "--force-apply", "--cni-mode", "--log_as_json")
-IGNORED_VALUES = ("--log_output_level", "--log_target", "--network-namespace")
-
-
 WITHOUT = (
     "Without any of these the whole pod is captured: inbound TCP but ports 15020, 15021 and 15090, "
     "and outbound TCP but port 15020."
@@ -253,10 +248,6 @@ def add_capture_options(parser: argparse.ArgumentParser, *, without: str) -> Non
         help="standing: a table of its own that drops what must be redirected and was not, so that "
         "a flushed nat table closes the pod (off)",
     )
-    for name in IGNORED_SWITCHES:
-        parser.add_argument(name, nargs="?", const="true", help=argparse.SUPPRESS)
-    for name in IGNORED_VALUES:
-        parser.add_argument(name, help=argparse.SUPPRESS)
 
 
 def _help(setting: Setting) -> str:

@@ -10,6 +10,7 @@ from agent.capture.inputs import settings_for
 from agent.cli import output
 from agent.cli.apply_command import add_backend_option
 from agent.cli.check_command import to_json
+from agent.cli.istio_flags import add_istio_flags, asked
 from agent.cli.options import WITHOUT, add_capture_options, raw_settings
 from agent.cli.target import add_netns_option, opened
 from agent.formats import iptables_save, nft_text
@@ -38,15 +39,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     output.add_output_option(parser)
     add_capture_options(parser, without=WITHOUT)
+    add_istio_flags(parser, writes=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    backend = asked(arguments).backend
     raw = raw_settings(arguments)
     settings = settings_for(raw, None)
     if arguments.verbose:
         print(f"settings: {dump(settings)}", file=sys.stderr)
     if arguments.netns:
-        return _difference(arguments, raw)
+        return _difference(arguments, raw, backend)
     warnings = (*widened(raw), *settings.warnings())
     output.warn(warnings)
     wanted = plan(settings)
@@ -92,10 +95,10 @@ def plan_json(
     }
 
 
-def _difference(arguments: argparse.Namespace, raw: dict[str, object]) -> int:
+def _difference(arguments: argparse.Namespace, raw: dict[str, object], backend: str) -> int:
     with opened(arguments.netns) as target:
         settings = settings_for(raw, target)
-        report = check(target.netns, settings, backend=arguments.backend)
+        report = check(target.netns, settings, backend=backend)
         report = replace(report, warnings=(*widened(raw), *report.warnings))
         with output.printing():
             if arguments.output == "json":

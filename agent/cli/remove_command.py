@@ -4,7 +4,7 @@ import argparse
 
 from agent.capture.apply import remove
 from agent.cli import output
-from agent.cli.apply_command import VERBOSE, report
+from agent.cli.apply_command import REMOVED, VERBOSE, report
 from agent.cli.target import add_netns_option, opened
 
 EXAMPLES = """examples:
@@ -24,5 +24,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     with opened(arguments.netns, allow_node=arguments.host) as target:
         done = remove(target.netns, dry_run=arguments.dry_run)
-    report(target, done, arguments, done_word="capture removed", already="nothing to remove")
+    report(target, done, arguments, REMOVED, dry_run=arguments.dry_run)
     return 0
