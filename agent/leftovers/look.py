@@ -24,6 +24,7 @@ from agent.kernel.filters import NftChain
 from agent.kernel.ipset import IpSet, read_sets
 from agent.kernel.netns import NetnsId
 from agent.kernel.sockets import KernelSocket, SocketTable
+from agent.leftovers import proxy_mode
 from agent.model import catalogue
 from agent.model.enrolment import Enrolment
 from agent.model.errors import EnvironmentLacks, StateUnreadable
@@ -69,7 +70,8 @@ class _Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one namespace holds. `listeners` is None where the kernel does not say."""
+    """What one namespace holds. `listeners` is None where the kernel does not say; `proxy_mode` is
+    that of a kube-proxy that answers, asked only where something of one is."""
 
     id: NetnsId
     name: str
@@ -81,6 +83,7 @@ class Seen:
     listeners: tuple[KernelSocket, ...] | None = None
     addressed: frozenset[Family] = frozenset()
     ipvs_services: int = 0
+    proxy_mode: str = ""
 
     @property
     def rule_count(self) -> int:
@@ -100,7 +103,7 @@ def look(session: Session, name: str) -> Seen:
     try:
         rules = _rules(session)
         routes = routing.read_routes(session.rtnl)
-        around = session.netns.run(_surroundings)
+        around = session.netns.run(lambda: _surroundings(serving=_serving(rules)))
         enrolment = _enrolment(session)
     except OSError as error:
         raise StateUnreadable(f"cannot look into {name}: {error.strerror or error}") from error
@@ -115,6 +118,16 @@ def look(session: Session, name: str) -> Seen:
         listeners=around.listeners,
         addressed=around.addressed,
         ipvs_services=around.ipvs_services,
+        proxy_mode=around.proxy_mode,
+    )
+
+
+def _serving(rules: _Rules) -> bool:
+    """Whether there are rules by which kube-proxy serves; asked of two names that it always has."""
+    loaded = (ruleset for parts in rules.loaded.values() for ruleset in parts.values())
+    tables = (table for ruleset in loaded for table in ruleset.tables)
+    return any(table.name == "kube-proxy" for table in rules.tables) or any(
+        table.chain("KUBE-SERVICES") for table in tables
     )
 
 
@@ -250,17 +263,20 @@ class _Surroundings:
     listeners: tuple[KernelSocket, ...] | None
     addressed: frozenset[Family]
     ipvs_services: int
+    proxy_mode: str
 
 
-def _surroundings() -> _Surroundings:
-    """Look around in the calling thread's namespace."""
+def _surroundings(*, serving: bool) -> _Surroundings:
+    """Look around in the calling thread's namespace, in which kube-proxy may be `serving`."""
+    listeners = _listeners()
     links = tuple(name for _, name in socket.if_nameindex())
     return _Surroundings(
         sets=read_sets(),
         links=links,
-        listeners=_listeners(),
+        listeners=listeners,
         addressed=_addressed(links),
         ipvs_services=_ipvs_services(),
+        proxy_mode=proxy_mode.ask(listeners or ()) if serving else "",
     )
 
 

@@ -6,10 +6,11 @@ from functools import cache
 
 from agent.kernel.namespaces import Process
 from agent.kernel.netns import NetnsId
+from agent.leftovers import proxy_mode
 from agent.leftovers.look import Seen
 from agent.model import catalogue
 from agent.model.decision import Reason
-from agent.model.owner import Owner
+from agent.model.owner import Owner, Role
 
 COMM_LENGTH = 15  # the kernel keeps no more of a process's name (TASK_COMM_LEN)
 
@@ -88,14 +89,17 @@ def sign_of_life(owner: Owner, seen: Seen, node: Node) -> str | None:
     """Return what proves that an owner of rules in this namespace lives, or None.
 
     Its process must run in the namespace itself, or in one that cannot be told (who may not trace
-    a process is not shown its namespaces). Where processes cannot be seen, an answer on one of its
-    health ports counts; otherwise it does not, for others answer there too (Cilium does on
+    a process is not shown its namespaces). A kube-proxy lives, too, if one says which mode it works
+    in, whatever its program is called. Where processes cannot be seen, a listener on one of its
+    health ports counts; otherwise it does not, for others listen there too (Cilium does on
     kube-proxy's).
     """
     for process in node.processes:
         if process.netns in (seen.id, None) and _is(process, owner):
             where = "" if process.netns else ", in which namespace cannot be told"
             return f"{process.name} (PID {process.pid}) runs{where}"
+    if owner.role is Role.SERVICE_PROXY and seen.proxy_mode:
+        return f"a kube-proxy answers on TCP port {proxy_mode.PORT}"
     if not node.all_visible:
         for port in owner.health:
             if listens(seen, "tcp", port):

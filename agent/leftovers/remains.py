@@ -34,6 +34,19 @@ class Remains:
     def chain_names(self, backend: str) -> set[str]:
         return {chain for *_, chain in self.chains.get(backend, ())}
 
+    def take(self, other: "Remains", backend: str, patterns: tuple[str, ...] | None = None) -> None:
+        """Take over what another one has in a backend of iptables: all of it, or the chains that
+        fit, as `TABLE/CHAIN`, and the rules that lead to them."""
+        chains, rules = other.chains.get(backend, set()), other.rules.get(backend, [])
+        if patterns is not None:
+            chains = {ref for ref in chains if catalogue.fits(patterns, f"{ref[2]}/{ref[3]}")}
+            names = {ref[1:] for ref in chains}
+            rules = [r for r in rules if r[3].target and (*r[:2], r[3].target.name) in names]
+        if chains:
+            self.chains[backend] = chains
+        if rules:
+            self.rules[backend] = rules
+
 
 def remains(seen: Seen) -> dict[str, Remains]:
     """Return, by owner, everything in the namespace whose owner is known."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from agent.backends.session import reading
 from agent.kernel.namespaces import Place
 from agent.kernel.netns import Netns, NetnsId
-from agent.leftovers import around, captures, cni, ebpf, owners
+from agent.leftovers import around, captures, cni, ebpf, owners, service_proxy
 from agent.leftovers.finding import Finding, Kind, Severity, Where
 from agent.leftovers.look import Seen, look
 from agent.leftovers.node import Node, sign_of_life
@@ -186,7 +186,7 @@ def judge(seen: Seen, node: Node, subject: Subject) -> Iterator[Finding]:
         yield from captures.lone_guard(seen, pod, command)
         yield from captures.lone_sets(seen, node, command)
     known = remains(seen)
-    yield from owners.service_proxy(seen, node, known, command)
+    yield from service_proxy.service_proxy(seen, node, known, command)
     yield from owners.networks(seen, node, known, command)
     yield from owners.meshes(
         seen, node, known, command, host=subject.host, captured=capture is not None

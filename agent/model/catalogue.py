@@ -15,6 +15,17 @@ from functools import lru_cache
 from agent.model.cni_owners import CNIS, K3S, KUBE_PROXY_INSIDE
 from agent.model.owner import Owner, Role
 
+# Chains of kube-proxy that one of its modes makes and the other has no use for.
+IPTABLES_MODE = (
+    *("*/KUBE-SVC-*", "*/KUBE-SVL-*", "*/KUBE-SEP-*", "*/KUBE-FW-*", "*/KUBE-EXT-*"),
+    *("*/KUBE-XLB-*", "*/KUBE-EXTERNAL-SERVICES", "*/KUBE-NODEPORTS", "filter/KUBE-SERVICES"),
+    "*/KUBE-PROXY-CANARY",
+)
+IPVS_MODE = (
+    *("nat/KUBE-FIREWALL", "*/KUBE-NODE-PORT", "*/KUBE-LOAD-BALANCER"),
+    *("*/KUBE-SOURCE-RANGES-FIREWALL", "*/KUBE-IPVS-*"),
+)
+
 OWNERS: tuple[Owner, ...] = (
     Owner(
         name="kubelet",
@@ -87,14 +98,9 @@ OWNERS: tuple[Owner, ...] = (
         role=Role.SERVICE_PROXY,
         source="kubernetes pkg/proxy/{iptables,ipvs,nftables}/proxier.go; KEP-3866",
         chains=(
-            *("*/KUBE-SERVICES", "*/KUBE-EXTERNAL-SERVICES", "*/KUBE-NODEPORTS"),
+            *("*/KUBE-SERVICES", "filter/KUBE-FORWARD", "*/KUBE-PROXY-FIREWALL"),
             *("nat/KUBE-POSTROUTING", "nat/KUBE-MARK-MASQ", "nat/KUBE-MARK-DROP"),
-            *("*/KUBE-SVC-*", "*/KUBE-SVL-*", "*/KUBE-SEP-*", "*/KUBE-FW-*"),
-            *("*/KUBE-EXT-*", "*/KUBE-XLB-*", "filter/KUBE-FORWARD"),
-            *("*/KUBE-PROXY-FIREWALL", "*/KUBE-PROXY-CANARY"),
-            # ipvs
-            *("nat/KUBE-FIREWALL", "*/KUBE-NODE-PORT", "*/KUBE-LOAD-BALANCER"),
-            *("*/KUBE-SOURCE-RANGES-FIREWALL", "*/KUBE-IPVS-*"),
+            *(*IPTABLES_MODE, *IPVS_MODE),
         ),
         tables=("ip kube-proxy", "ip6 kube-proxy"),
         sets=(

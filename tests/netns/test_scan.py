@@ -21,7 +21,16 @@ from tests.fakes.fake_cri import FakeCri, FakeSandbox, changed, serving
 from tests.support import leftovers as left
 from tests.support.capturing import BACKENDS, EVERYTHING, capture, command
 from tests.support.foreign import add_foreign
-from tests.support.leftovers import as_host, findings, kinds, listening, load, only, scanned
+from tests.support.leftovers import (
+    as_host,
+    findings,
+    kinds,
+    listening,
+    load,
+    only,
+    proxying,
+    scanned,
+)
 from tests.support.netns import inside, namespace, path_of, run, snapshot
 
 
@@ -85,6 +94,62 @@ def test_old_rules_beside_a_kube_proxy_in_nftables_mode_are_left_over(
     with listening(netns, 10256, name="kube-proxy", folder=folder):
         assert only(netns)["where"]["backend"] == "iptables-legacy"
     assert kinds(netns) == ["kube-proxy", "kube-proxy"]
+
+
+def test_a_kube_proxy_lives_that_says_its_mode_whatever_its_program_is_called(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    with proxying(netns, "iptables"):
+        assert findings(netns) == []
+    with proxying(netns, "hello"):
+        assert kinds(netns) == ["kube-proxy"]
+
+
+def test_a_table_that_kube_proxy_left_behind_is_no_sign_that_it_uses_it(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    inside(netns, "nft", "-f", "-", stdin=left.KUBE_PROXY_NFT)
+    with proxying(netns, "iptables"):
+        assert only(netns)["objects"] == ["table ip kube-proxy"]
+    with proxying(netns, "nftables"):
+        assert only(netns)["where"]["backend"] == "iptables-nft"
+
+
+def test_the_kubelet_shows_in_which_flavour_a_living_kube_proxy_works(netns: str) -> None:
+    for flavour in left.FLAVOURS:
+        load(netns, left.KUBE_PROXY, flavour)
+        load(netns, left.KUBELET[left.KUBELET.index("*filter") :], flavour)  # kube-proxy's, too
+    with proxying(netns, "iptables"):
+        assert kinds(netns) == ["mixed-backends"]
+        load(netns, "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n", "legacy")
+        [found] = [f for f in findings(netns) if f["kind"] == "kube-proxy"]
+    assert found["where"]["backend"] == "iptables-nft"
+
+
+IPVS_CHAINS = {"KUBE-NODE-PORT", "KUBE-IPVS-FILTER", "KUBE-LOAD-BALANCER", "KUBE-FIREWALL"}
+IPTABLES_CHAINS = {"KUBE-SVC-TCOU7JCQXEZGVUNU", "KUBE-SEP-ABCDEFGHIJKLMNOP"}
+SETS = {"ipset KUBE-CLUSTER-IP", "ipset KUBE-LOOP-BACK"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "written", "useless"),
+    [
+        ("iptables", left.KUBE_PROXY, IPVS_CHAINS | SETS),
+        ("ipvs", left.KUBE_PROXY_IPVS_SERVICES, IPTABLES_CHAINS),
+    ],
+)
+def test_what_another_mode_left_among_the_chains_of_a_living_kube_proxy_is_found_alone(
+    netns: str, folder: Path, mode: str, written: str, useless: set[str]
+) -> None:
+    inside(netns, "ipset", "restore", stdin=left.KUBE_PROXY_SETS)
+    for rules in (left.KUBE_PROXY, left.KUBE_PROXY_IPVS):
+        load(netns, rules)
+    load(netns, "*nat\n:KUBE-SERVICES - [0:0]\nCOMMIT\n")
+    load(netns, "".join(line for line in written.splitlines(keepends=True) if line[1:3] != "A P"))
+    with listening(netns, 10256, name="kube-proxy", folder=folder):  # says nothing of its mode
+        found = only(netns)
+    named = {name for name in found["objects"] if not name.startswith("-t")}
+    assert (named, mode in found["explanation"]) == (useless, True)
+    with proxying(netns, {"iptables": "ipvs", "ipvs": "iptables"}[mode]):
+        assert findings(netns) == []  # it has not yet written what it needs in its new mode
 
 
 def test_the_table_of_kube_proxys_nftables_mode_is_found(netns: str) -> None:

@@ -34,6 +34,8 @@ KUBE_PROXY_CHAINS = frozenset(
 )
 KUBE_PROXY_NFT = _rules("kube-proxy.nft")
 KUBE_PROXY_IPVS = _rules("kube-proxy-ipvs.rules")
+# What the ipvs mode writes in place of a rule for each Service.
+KUBE_PROXY_IPVS_SERVICES = _rules("kube-proxy-ipvs-services.rules")
 KUBE_PROXY_SETS = """\
 create KUBE-CLUSTER-IP hash:ip,port family inet hashsize 1024 maxelem 65536
 add KUBE-CLUSTER-IP 10.96.0.1,tcp:443
@@ -153,6 +155,33 @@ def listening(
             assert process.stdout is not None
             assert process.stdout.readline() == "up\n"
             yield process.pid
+        finally:
+            process.kill()
+
+
+SAY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/proxyMode" else 404)
+        self.end_headers()
+        self.wfile.write(sys.argv[1].encode())
+    def log_message(self, *words): pass
+server = http.server.HTTPServer(("127.0.0.1", 10249), Handler)
+print("up", flush=True)
+server.serve_forever()
+"""
+
+
+@contextmanager
+def proxying(namespace: str, mode: str) -> Iterator[None]:
+    """Run what answers as a kube-proxy in this mode does, and is not called so."""
+    words = ("nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-I", "-c", SAY, mode)
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            yield
         finally:
             process.kill()
 
