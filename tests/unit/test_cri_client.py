@@ -434,7 +434,9 @@ def test_first_usual_socket_that_speaks_cri_is_taken(
 
 def test_usual_sockets_are_those_of_kubernetes_first() -> None:
     paths = endpoint.candidates(None)
-    assert paths.index("/run/crio/crio.sock") < paths.index("/run/containerd/containerd.sock")
+    # Where the kubelet uses docker, there is docker's own containerd besides.
+    for path in ("/run/crio/crio.sock", "/run/cri-dockerd.sock"):
+        assert paths.index(path) < paths.index("/run/containerd/containerd.sock")
     assert any("k3s" in path for path in paths)
 
 

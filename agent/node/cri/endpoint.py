@@ -14,8 +14,8 @@ USUAL = (
     "/run/k3s/containerd/containerd.sock",
     "/run/k0s/containerd.sock",
     "/var/snap/microk8s/common/run/containerd.sock",
-    "/run/containerd/containerd.sock",
     "/run/cri-dockerd.sock",
+    "/run/containerd/containerd.sock",
 )
 MAX_PATH_BYTES = 107  # sun_path of struct sockaddr_un, with its final NUL
 
