@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 
+from agent.kernel import open_files
 from agent.model.errors import EnvironmentLacks
 from agent.node import config
 
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines())
     logging.basicConfig(handlers=[handler], level=level)
+    open_files.allow_many()
     # Read when grpc is loaded: it has nothing to say on stderr, and only the worker is forked.
     os.environ.update(GRPC_VERBOSITY="NONE", GRPC_ENABLE_FORK_SUPPORT="0")
     from agent.cli.daemon import Daemon

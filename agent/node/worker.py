@@ -26,7 +26,7 @@ from agent.capture.check import check
 from agent.capture.inputs import Target, settings_for
 from agent.capture.observe import observe
 from agent.capture.probing.probe import passed, probe
-from agent.kernel import namespaces
+from agent.kernel import namespaces, open_files
 from agent.kernel.arrivals import Arrivals
 from agent.kernel.changes import Changes
 from agent.kernel.namespaces import Place, Process
@@ -262,6 +262,7 @@ def _failure(error: AgentError, **more: object) -> dict[str, object]:
 
 
 def main() -> None:
+    open_files.allow_many()
     sock = socket.socket(fileno=int(sys.argv[1]))
     sock.setblocking(True)
     with contextlib.suppress(EOFError, ConnectionResetError, KeyboardInterrupt):

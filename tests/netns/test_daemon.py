@@ -1,5 +1,6 @@
 """The running agent with its worker, its plugin and its pages, on real namespaces."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support import calls
-from tests.support.agent import INJECTED, RESULT, ROOT, running, wait_for
+from tests.support.agent import INJECTED, RESULT, ROOT, Agent, running, wait_for
 from tests.support.cgroup import cgroup, place
 from tests.support.netns import inside, namespace, path_of, run
 from tests.support.runtime import Runtime
@@ -242,6 +243,18 @@ def test_pod_of_a_runtime_that_tells_nothing_of_namespaces_is_found_by_a_process
             with running(folder, cri={"endpoint": str(runtime.socket)}) as agent:
                 wait_for(lambda: [pod["state"] for pod in agent.ask("pods")] == ["in-sync"])
                 assert "table inet intercept-agent" in inside(netns, "nft", "list", "ruleset")
+
+
+def test_more_pods_than_the_usual_limit_of_open_files_lets_one_hold(folder: Path) -> None:
+    """Pods take several each, and systemd and containerd allow few of them at first."""
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(namespace(f"many{number}")) for number in range(6)]
+        found = [{**static(name)[0], "name": name} for name in names]
+        agent = Agent(folder, static=found)
+        stack.callback(agent.kill)
+        agent.prefix = ("sh", "-c", 'ulimit -Sn 48; exec "$@"', "sh")
+        agent.start()
+        wait_for(lambda: [pod["state"] for pod in agent.ask("pods")] == ["in-sync"] * len(names))
 
 
 def test_leftovers_of_a_pod_are_shown_by_page_and_metric(folder: Path, netns: str) -> None:
