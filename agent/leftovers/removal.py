@@ -15,7 +15,7 @@ from agent.model.enrolment import Enrolment
 from agent.model.plan import Route
 from agent.model.ruleset import BUILTIN_CHAINS, Chain, Family, Rule, Ruleset, Table, matching
 from agent.model.state import EBPF, IPTABLES_LEGACY, IPTABLES_NFT, NamespaceState, routes_without
-from agent.model.wanted import Known, uncaptured
+from agent.model.wanted import Known, uncaptured, without_emptied
 
 FLAVOURS = (IPTABLES_NFT, IPTABLES_LEGACY)
 
@@ -33,7 +33,6 @@ class Cut:
     chains: tuple[Chain, ...]
     rules: tuple[tuple[str, int, Rule], ...]
     tails: frozenset[tuple[str, int]]
-    shells: tuple[str, ...] = ()
 
     @property
     def tool(self) -> str:
@@ -124,7 +123,10 @@ def _without(
     marked: frozenset[tuple[ChainRef, Rule]],
     sets: frozenset[str],
 ) -> Ruleset:
-    """Return a ruleset without these chains and rules, nor any that needs such a chain or set."""
+    """Return a ruleset without these chains and rules, nor any that needs such a chain or set.
+
+    Only nf_tables can let go of a built-in chain that is empty then.
+    """
     tables = []
     for table in ruleset.tables:
         gone = {
@@ -144,7 +146,8 @@ def _without(
             )
             chains.append(replace(chain, rules=kept) if len(kept) < len(chain.rules) else chain)
         tables.append(replace(table, chains=tuple(chains)))
-    return replace(ruleset, tables=tuple(tables))
+    rest = replace(ruleset, tables=tuple(tables))
+    return without_emptied(ruleset, rest) if backend == IPTABLES_NFT else rest
 
 
 def _asked(rule: Rule) -> frozenset[str]:
@@ -167,15 +170,13 @@ def _cuts(have: NamespaceState, want: NamespaceState) -> Iterator[Cut]:
 
 def _cut(backend: str, family: Family, have: Table, want: Table) -> Cut:
     builtin = BUILTIN_CHAINS.get(have.name, ())
-    chains, rules, shells = [], [], []
+    chains, rules = [], []
     tails: set[tuple[str, int]] = set()
     for chain in have.chains:
         left = want.chain(chain.name)
         if left is None and chain.name not in builtin:
             chains.append(chain)
             continue
-        if left is None:
-            shells.append(chain.name)
         staying = {a for a, _ in matching(chain.rules, left.rules if left else ())}
         last = max(staying, default=-1)
         for index, rule in enumerate(chain.rules):
@@ -190,7 +191,6 @@ def _cut(backend: str, family: Family, have: Table, want: Table) -> Cut:
         chains=tuple(chains),
         rules=tuple(rules),
         tails=frozenset(tails),
-        shells=tuple(shells),
     )
 
 

@@ -4,7 +4,7 @@ Built-in chains and tables of nf_tables exist only because somebody asked for th
 to know which were there before the capture; `Before` is that knowledge, taken when it was applied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agent.model import numbers, owned
@@ -104,24 +104,13 @@ def uncaptured(have: NamespaceState, known: Known) -> NamespaceState:
 
 
 def before_of(have: NamespaceState) -> Before:
-    """Return what a removal is to leave, seen before a capture is applied.
-
-    A built-in chain counts if anything foreign is in its table, or nothing of a capture is; but not
-    what istio-iptables left of a trial.
-    """
+    """Return what a removal is to leave, seen before a capture is applied: not what istio-iptables
+    left of a trial."""
     shells: set[Shell] = set()
     loaded = have.of(IPTABLES_NFT)
     evidence = owned.Evidence(interfaces=owned.interfaces_of(loaded.values()))
-    for family, ruleset in loaded.items():
-        rest = owned.foreign(ruleset, evidence)
-        for table in ruleset.tables:
-            left = rest.table(table.name)
-            if (
-                left is None
-                or left == table
-                or any(c.rules or c.policy is None for c in left.chains)
-            ):
-                shells |= {(family, table.name, chain) for chain in _untouched(table, left)}
+    for ruleset in loaded.values():
+        shells |= set(_needed_shells(ruleset, owned.foreign(ruleset, evidence)))
     if any(owned.capture_of(ruleset).tables for ruleset in loaded.values()):
         shells -= TRIALS
     policies = _policies(have, ())
@@ -130,6 +119,18 @@ def before_of(have: NamespaceState) -> Before:
         owned.capture_of(r).tables for rulesets in have.loaded.values() for r in rulesets.values()
     )
     return Before(frozenset(shells), () if captured_before else routes)
+
+
+def _needed_shells(have: Ruleset, rest: Ruleset) -> Iterator[Shell]:
+    """Yield the built-in chains to keep, of which some rules may go, so that only `rest` is left.
+
+    A chain counts if anything else is in its table, or nothing of what goes is.
+    """
+    for table in have.tables:
+        left = rest.table(table.name)
+        others = left is not None and any(c.rules or c.policy is None for c in left.chains)
+        if left is None or left == table or others:
+            yield from ((have.family, table.name, chain) for chain in _untouched(table, left))
 
 
 def _untouched(table: Table, left: Table | None) -> list[str]:
@@ -171,6 +172,12 @@ def _others(
         base_chains=have.base_chains,
         unreadable=have.unreadable,
     )
+
+
+def without_emptied(have: Ruleset, rest: Ruleset) -> Ruleset:
+    """Return what is left of a ruleset of iptables-nft, without built-in chains that nobody needs:
+    those that lost all their rules, and every one of a table in which nothing else is left."""
+    return _without_shells(rest, frozenset(_needed_shells(have, rest)))
 
 
 def _without_shells(ruleset: Ruleset, kept: frozenset[Shell]) -> Ruleset:

@@ -105,6 +105,24 @@ def test_all_three_modes_of_kube_proxy_go_at_once_and_come_back(netns: str, back
     assert everything(netns) == whole
 
 
+def test_no_built_in_chain_stays_that_was_made_for_what_goes_alone(
+    netns: str, backups: Path
+) -> None:
+    inside(netns, "iptables-nft", "-A", "OUTPUT", "-p", "sctp", "-j", "ACCEPT")
+    inside(netns, "ip6tables-nft", "-P", "OUTPUT", "DROP")
+    before = everything(netns)
+    for version in (4, 6):
+        text = left.KUBE_PROXY if version == 4 else "*nat\n:KUBE-SERVICES -\nCOMMIT\n"
+        load(netns, text, version=version)
+    canary = "*{}\n:KUBE-PROXY-CANARY - [0:0]\nCOMMIT\n"
+    load(netns, canary.format("mangle") + canary.format("filter"), version=6)
+    whole = everything(netns)
+    path = cleaned(netns, backups)
+    assert everything(netns) == before
+    restored(path)
+    assert everything(netns)["nft"] == whole["nft"]
+
+
 def test_a_foreign_rule_that_leads_to_a_chain_goes_with_it_and_comes_back(
     netns: str, backups: Path
 ) -> None:
