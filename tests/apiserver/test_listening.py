@@ -1,14 +1,18 @@
 """The agent's source and a real API server that is killed, compacted, emptied, full, or says no."""
 
 import asyncio
+import base64
 import contextlib
 import re
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agent.node.config import Kubernetes
 from agent.node.kube import reflector
@@ -90,14 +94,15 @@ def test_large_lists_come_in_pieces(api: RealApi, tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_server_that_is_killed_and_comes_back_is_followed_from_where_it_was(
-    api: RealApi, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_server_that_ends_and_comes_back_is_followed_from_where_it_was(
+    api: RealApi, tmp_path: Path, number: signal.Signals
 ) -> None:
     async def test() -> None:
         make(api.admin, "one", "two")
         async with hearing(access(api), tmp_path) as heard:
             await until(lambda: heard.source.connected)
-            api.stop()
+            await asyncio.to_thread(api.stop, number=number)
             await until(lambda: not heard.source.connected, patience_s=LONG_S)
             assert "decisions go on from what is known" in heard.source.detail
             assert heard.names() == {"one", "two"}
@@ -206,6 +211,39 @@ def test_token_that_has_ended_is_said_and_the_next_one_taken(
             (mounted / "new").replace(mounted / "token")
             await until(lambda: heard.source.connected, patience_s=LONG_S)
             await until(lambda: heard.names() == {"one"})
+
+    asyncio.run(test())
+
+
+def test_certificate_of_a_client_is_enough(api: RealApi, tmp_path: Path) -> None:
+    """As in the kubeconfig that an administrator has: everything is in the file itself."""
+    authority = api.folder / "ca.crt"
+    for command in (
+        "openssl req -newkey rsa:2048 -nodes -keyout own.key -out own.csr"
+        " -subj /O=system:masters/CN=it",
+        f"openssl x509 -req -in own.csr -CA {authority} -CAkey {api.folder}/ca.key -out own.crt",
+    ):
+        subprocess.run(command.split(), cwd=tmp_path, capture_output=True, check=True)
+
+    def encoded(path: Path) -> str:
+        return base64.b64encode(path.read_bytes()).decode()
+
+    written = yaml.safe_load(api.admin.read_text())
+    (cluster,), (user,) = written["clusters"], written["users"]
+    del cluster["cluster"]["certificate-authority"]
+    cluster["cluster"]["certificate-authority-data"] = encoded(authority)
+    user["user"] = {
+        "client-certificate-data": encoded(tmp_path / "own.crt"),
+        "client-key-data": encoded(tmp_path / "own.key"),
+    }
+    path = tmp_path / "kubeconfig"
+    path.write_text(yaml.safe_dump(written))
+
+    async def test() -> None:
+        make(api.admin, "one")
+        async with hearing(Kubeconfig(path), tmp_path) as heard:
+            await until(lambda: heard.source.connected)
+            assert heard.names() == {"one"}
 
     asyncio.run(test())
 

@@ -41,6 +41,7 @@ class Faults:
     """What the server does wrong; all may be changed while it runs."""
 
     status: int = 0  # answer everything with it
+    retry_after_s: int = 0  # and ask for that patience
     delay_s: float = 0.0  # before every answer
     silent: bool = False  # take connections and never answer
     deaf_watches: bool = False  # agree to watches and tell nothing more
@@ -375,6 +376,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
+        if code >= 400 and self.api.faults.retry_after_s:
+            self.send_header("retry-after", str(self.api.faults.retry_after_s))
         self.end_headers()
         self._send(data)
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 import urllib.request
@@ -76,11 +77,11 @@ class RealApi:
         wait_for(lambda: ask(admin, "GET", "/api/v1/namespaces/kube-system"), START_S)
         return admin
 
-    def stop(self, name: str = "kube-apiserver") -> None:
-        """Kill a process of it, as a crash does."""
+    def stop(self, name: str = "kube-apiserver", number: signal.Signals = signal.SIGKILL) -> None:
+        """End a process of it: kill it, as a crash does, or ask it to end."""
         process = self._processes.pop(name, None)
         if process is not None:
-            process.kill()
+            process.send_signal(number)
             process.wait()
 
     def wipe(self) -> None:
@@ -128,6 +129,7 @@ class RealApi:
             "tls-cert-file": self.folder / "tls.crt",
             "tls-private-key-file": self.folder / "tls.key",
             "token-auth-file": tokens,
+            "client-ca-file": self.folder / "ca.crt",
             "authorization-mode": "RBAC",
             "service-cluster-ip-range": "10.0.0.0/24",
             "service-account-issuer": ISSUER,

@@ -289,6 +289,18 @@ def test_silent_server_is_noticed_and_asked_again(tmp_path: Path, fault: str) ->
     run(tmp_path, test)
 
 
+def test_server_that_asks_for_patience_gets_it(tmp_path: Path) -> None:
+    async def test(api: FakeApi) -> None:
+        api.faults.status, api.faults.retry_after_s = 429, 30
+        async with hearing(api, tmp_path) as heard:
+            await until(lambda: "429" in heard.source.detail)
+            await until(lambda: api.count("GET") == 2)
+            await asyncio.sleep(2.0)
+            assert api.count("GET") == 2
+
+    run(tmp_path, test)
+
+
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503])
 def test_refusal_is_said_in_a_sentence_and_waited_out(tmp_path: Path, status: int) -> None:
     async def test(api: FakeApi) -> None:
