@@ -70,12 +70,24 @@ def test_container_has_exactly_the_rights_that_are_listed(
         assert "Read-only file system" in done.err
 
 
+def seen_to_dial(node: Node, installation: Installation, pod: Pod) -> str:
+    """Have a container dial; return what `flows` in the agent's container says of that."""
+    dial = "while true; do nc -w 1 192.0.2.1 80 </dev/null; sleep 0.2; done"
+    node.run_container(pod, "app", "sh", "-c", dial, uid=1000)
+    target = ("flows", f"shop/{pod.name}", "--uid", "1000", "--port", "80")
+    found = json.loads(installation.ask(*target, "--count", "1", "--for", "60", "-o", "json"))
+    assert (found["process"], found["destination"]) == ("nc", "192.0.2.1:80")
+    return str(found["became"])
+
+
 def test_other_backends_capture_pods_too(node: Node, installation: Installation) -> None:
     for backend in ("iptables-nft", "iptables-legacy", "ebpf"):
         installation.start(INTERCEPT_BACKEND=backend)
         wait_for(lambda: ready(installation), LONGEST_S)
         pod = mesh_pod(node, backend)
         assert settled(installation, backend) == backend
+        if backend == "ebpf":
+            assert seen_to_dial(node, installation, pod) == "refused"
         node.remove_pod(pod)
         wait_for(lambda: not states(installation), LONGEST_S)
         installation.stop()
