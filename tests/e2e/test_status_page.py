@@ -40,10 +40,11 @@ PROXIED = ("redirect", "tproxy", "legacy", "ebpf")
 
 @dataclass(frozen=True)
 class Node:
-    """The agent and its pods: namespaces by name."""
+    """The agent and its pods: namespaces by name, and those at the other ends of their links."""
 
     agent: Agent
     netns: Mapping[str, str]
+    worlds: Mapping[str, str]
 
     def url(self, path: str = "/", **query: str) -> str:
         asked = f"?{urlencode(query)}" if query else ""
@@ -55,19 +56,19 @@ class Node:
 
 
 @contextlib.contextmanager
-def pod_captured_by(backend: str, settings: Mapping[str, object]) -> Iterator[str]:
-    """A namespace with an address and a way out, to nowhere."""
-    with namespace("page") as name:
-        run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "eth1")
-        for link in ("eth0", "eth1"):
+def pod_captured_by(backend: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """A namespace with an address and a way out, to a world of its own that has nobody in it."""
+    with namespace("page") as name, namespace("world") as world:
+        run("ip", "-n", name, "link", "add", "eth0", "type", "veth", "peer", "eth0", "netns", world)
+        for end, address in ((name, "10.1.0.7/24"), (world, "10.1.0.1/24")):
             # An address that comes by itself comes late, which eBPF has to be told of.
-            run("ip", "-n", name, "link", "set", link, "up", "addrgenmode", "none")
-        run("ip", "-n", name, "addr", "add", "10.1.0.7/24", "dev", "eth0")
+            run("ip", "-n", end, "link", "set", "eth0", "up", "addrgenmode", "none")
+            run("ip", "-n", end, "addr", "add", address, "dev", "eth0")
         run("ip", "-n", name, "route", "add", "default", "via", "10.1.0.1")
         if backend:
             capture(name, settings, backend)
         try:
-            yield name
+            yield name, world
         finally:
             release(name)  # of eBPF something would stay
 
@@ -76,9 +77,11 @@ def pod_captured_by(backend: str, settings: Mapping[str, object]) -> Iterator[st
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     built()
     with contextlib.ExitStack() as stack:
-        netns = {name: stack.enter_context(pod_captured_by(*how)) for name, how in PODS.items()}
+        made = {name: stack.enter_context(pod_captured_by(*how)) for name, how in PODS.items()}
+        netns = {name: pod for name, (pod, _) in made.items()}
         for name in PROXIED:
-            stack.enter_context(standin.process(netns[name], 15001, 15006))
+            proxy = standin.process(netns[name], 15001, 15006, transparent=name == "tproxy")
+            stack.enter_context(proxy)
         static = [
             {"name": name, "netns": f"/run/netns/{where}", "settings": dict(PODS[name][1])}
             for name, where in netns.items()
@@ -86,7 +89,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         folder = tmp_path_factory.mktemp("node")
         agent = stack.enter_context(running(folder, mode="alert", static=static))
         wait_for(lambda: agent.status()["pods"] == {"in-sync": 5, "drifted": 1}, 60)
-        yield Node(agent, netns)
+        yield Node(agent, netns, {name: world for name, (_, world) in made.items()})
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +101,11 @@ def browser() -> Iterator[Browser]:
 # --- the drawings ---------------------------------------------------------------------------------
 
 CONNECT = """
-import os, socket
+import os, socket, sys
 client = socket.socket()
 client.settimeout(20)
 os.setgroups([]); os.setgid(1000); os.setuid(1000)
-client.connect(("192.0.2.1", 80))
+client.connect((sys.argv[1], 80))
 """
 
 
@@ -144,14 +147,13 @@ def test_drawing_is_the_way_that_connections_take(
         assert [place for place in way if place != "the kernel"][: len(out)] == out
         start, *way, end = drawn(tab, "Into the pod, IPv4")
         assert (start, way) == ("A client outside the pod", into)
-        # The stand-in does not ask for IP_TRANSPARENT, without which TPROXY gives it nothing.
-        taken = "Nobody takes it on" if pod == "tproxy" else "The proxy,"
-        assert end == f"{taken} port 15006"
+        assert end == "The proxy, port 15006"
         assert drawn(tab, "The proxy's own traffic, IPv4")[-2:] == [proxys, "Out, as it is"]
         assert tab.complaints() == []
-    # Nobody has that address: who gets through was taken by the stand-in.
-    command = (*nsenter(node.netns[pod]), sys.executable, "-I", "-S", "-c", CONNECT)
-    subprocess.run(command, check=True)
+    # Nobody has that address, and nobody that port: who gets through was taken by the stand-in.
+    for netns, to in ((node.netns[pod], "192.0.2.1"), (node.worlds[pod], "10.1.0.7")):
+        command = (*nsenter(netns), sys.executable, "-I", "-S", "-c", CONNECT, to)
+        subprocess.run(command, check=True)
 
 
 def test_pod_that_was_never_captured_is_drawn_so(browser: Browser, node: Node) -> None:

@@ -10,13 +10,21 @@ from tests.support.netns import path_of
 
 # Ports are opened on both families; on the admin port /certs is answered.
 SCRIPT = """
-import http.server, json, os, socket, socketserver, sys, threading
+import ctypes, http.server, json, os, socket, socketserver, struct, sys, threading
 job = json.loads(sys.argv[1])
 with open("/proc/self/comm", "w") as comm:
     comm.write(job["name"])
+libc = ctypes.CDLL(None)
+libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
 os.setgroups([]); os.setgid(job["gid"]); os.setuid(job["uid"])
+rights = 1 << 12 if job["transparent"] else 0  # CAP_NET_ADMIN
+libc.capset(struct.pack("=II", 0x20080522, 0), struct.pack("=6I", rights, rights, 0, 0, 0, 0))
 class Server(socketserver.ThreadingTCPServer):
     address_family, allow_reuse_address, daemon_threads = socket.AF_INET6, True, True
+    def server_bind(self):
+        if job["transparent"]:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, 75, 1)  # IPV6_TRANSPARENT
+        super().server_bind()
 class Admin(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
     def do_GET(self):
@@ -41,10 +49,15 @@ def process(
     uid: int = 1337,
     gid: int | None = None,
     certs: object = None,
+    transparent: bool = False,
 ) -> Iterator[int]:
-    """Run a process of that name and identity that listens on TCP ports; yields its PID."""
+    """Run a process of that name and identity that listens on TCP ports; yields its PID.
+
+    `transparent` is what TPROXY asks of a listener, and takes the right to administer the network.
+    """
     gid = uid if gid is None else gid
     job = {"name": name, "uid": uid, "gid": gid, "ports": ports, "certs": certs}
+    job["transparent"] = transparent
     command = ("nsenter", f"--net={path_of(netns)}", "--", sys.executable, "-I", "-S", "-c", SCRIPT)
     with subprocess.Popen(
         [*command, json.dumps(job)],
