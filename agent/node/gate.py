@@ -53,7 +53,8 @@ class Gate:
         """Take note of the cgroups whose processes pass the gate `listener`."""
         if cgroups != self._told:
             self._told = self._passing = cgroups
-            self._wake()
+            if not cgroups == self._loaded == self._asked[1]:  # else that is in the way of the next
+                self._wake()
 
     def refuse(self) -> bool:
         """Let nobody pass of those of whom it was told last; tell whether there were any."""

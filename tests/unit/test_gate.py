@@ -155,6 +155,20 @@ def test_whom_it_lets_pass_is_due_until_it_is_loaded() -> None:
     assert gate.due(LISTENER)
 
 
+def test_nothing_is_done_about_those_who_pass_already() -> None:
+    """The next to be told of would wait for it: a pod is looked at by one at a time."""
+    scene = Scene()
+    scene.gate.settings(LISTENER)
+    scene.gate.loaded()
+    scene.gate.let_pass(())
+    assert scene.woken == 0
+    scene.gate.let_pass((A,))
+    assert scene.woken == 1
+    scene.gate.settings(LISTENER)  # which is being loaded when there is nobody any more
+    scene.gate.let_pass(())
+    assert scene.woken == 2
+
+
 def test_nobody_is_let_pass_again_once_the_proxy_listened() -> None:
     async def part() -> None:
         scene = Scene()
