@@ -25,6 +25,7 @@ class Session:
     netns: Netns
     eye: FilterEye
     rtnl: NetlinkSocket
+    sockets: SocketTable
     lock_fd: int | None = None
     _objects: list[dict[str, Any]] | None = None
 
@@ -32,15 +33,15 @@ class Session:
     def open(cls, netns: Netns, lock_fd: int | None = None) -> "Session":
         reaper.start()
 
-        def open_all() -> tuple[FilterEye, NetlinkSocket]:
+        def open_all() -> tuple[FilterEye, NetlinkSocket, SocketTable]:
             netns.learn_cookie()
-            return FilterEye(), NetlinkSocket(NETLINK_ROUTE)
+            return FilterEye(), NetlinkSocket(NETLINK_ROUTE), SocketTable()
 
         try:
-            eye, rtnl = netns.run(open_all)
+            eye, rtnl, sockets = netns.run(open_all)
         except OSError as error:
             raise EnvironmentLacks(f"cannot look into {netns.path}: {error.strerror}") from error
-        return cls(netns, eye, rtnl, lock_fd)
+        return cls(netns, eye, rtnl, sockets, lock_fd)
 
     @cached_property
     def nft(self) -> NftDoor | None:
@@ -69,16 +70,10 @@ class Session:
         if not self.eye.legacy.complete:  # the first write may have loaded the kernel's module
             self.netns.run(self.eye.legacy.find)
 
-    @cached_property
-    def sockets(self) -> SocketTable:
-        """Who listens where in the namespace."""
-        return self.netns.run(SocketTable)
-
     def close(self) -> None:
         if "nft" in self.__dict__ and self.nft is not None:
             reaper.close_later(self.nft)
-        if "sockets" in self.__dict__:
-            self.sockets.close()
+        self.sockets.close()
         reaper.close_later(self.eye)
         self.rtnl.close()
 

@@ -30,7 +30,7 @@ HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
 ATTRIBUTE = struct.Struct("=HH")  # length, type
 TYPE_MASK = 0x3FFF
 RECEIVE_BYTES = 256 * 1024
-TIMEOUT_S = 5.0
+TIMEOUT_S = 5
 DUMP_ATTEMPTS = 5
 # Sequence numbers of batches, far from those of single requests: a batch is packed only once.
 FIRST_IN_BATCH = 1 << 24
@@ -68,7 +68,9 @@ class NetlinkSocket:
 
     def __init__(self, protocol: int) -> None:
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, protocol)
-        self._socket.settimeout(TIMEOUT_S)
+        # Timed by the kernel: for a timeout of Python's there is a system call ahead of each.
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", TIMEOUT_S, 0))
         self._socket.bind((0, 0))
         self._sequence = 0
 
@@ -105,7 +107,7 @@ class NetlinkSocket:
         """
         self._socket.send(batch.data)
         while True:
-            for found, _, sequence, body in _split(self._socket.recv(RECEIVE_BYTES)):
+            for found, _, sequence, body in _split(self._receive()):
                 if found == NLMSG_ERROR and sequence >= FIRST_IN_BATCH:
                     _raise_error(body)
                     if sequence == batch.acknowledged:
@@ -119,7 +121,7 @@ class NetlinkSocket:
         messages: list[Message] = []
         interrupted = False
         while True:
-            for found, marks, sequence, body in _split(self._socket.recv(RECEIVE_BYTES)):
+            for found, marks, sequence, body in _split(self._receive()):
                 if sequence != self._sequence:
                     continue  # the rest of an earlier answer that was given up
                 interrupted |= bool(marks & NLM_F_DUMP_INTR)
@@ -127,6 +129,12 @@ class NetlinkSocket:
                     _raise_error(body)
                     return messages, interrupted
                 messages.append(Message(found, body))
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(RECEIVE_BYTES)
+        except BlockingIOError as error:
+            raise TimeoutError(errno.ETIMEDOUT, "the kernel does not answer") from error
 
     def close(self) -> None:
         self._socket.close()
