@@ -719,15 +719,15 @@ int original_dst(struct bpf_sockopt *ctx)
 
 	if (ctx->optname != 80 || (!four && ctx->level != IPPROTO_IPV6))
 		return 1;
-	if (!sk || sk->protocol != IPPROTO_TCP || !capture_of(ctx))
+	if (!sk || sk->protocol != IPPROTO_TCP)
 		return 1;
 	READ_ADDRESS(o.address, sk, four ? AF_INET : AF_INET6, src_ip4, src_ip6);
 	o.port = sk->src_port;
 	known = bpf_sk_storage_get(&accepted, sk, 0, 0);
 	if (known)
 		o = *known;
-	else if (!ctx->retval)
-		return 1; /* conntrack knows it */
+	else if (!ctx->retval || !capture_of(ctx))
+		return 1; /* conntrack knows it, or the kernel's answer stands */
 	if (four) {
 		if (out + 16 > end || !is_ipv4(&o.address))
 			return 1;

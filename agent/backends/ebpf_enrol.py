@@ -40,18 +40,18 @@ def enrol(session: Session, have: Enrolment | None, settings: Settings, site: Si
     port = settings.inbound_capture_port
     listeners = session.sockets.listeners("tcp")
     _adopt(session, cookie, port, listeners)
-    ebpf_inbound.attach(session.netns, cookie)
-    if settings.passing and not ebpf_gate.passing(cookie):
-        ebpf_gate.open_anew(cookie)
-    if settings.gate != "closed":
-        ebpf_gate.close_if_listening(cookie, settings, listeners)
-    if settings.passing or have is not None:
-        ebpf_gate.let_pass(cookie, settings.passing)
     now = bpf_capture.own_keys(cookie, site)
-    with bpf_pins.open_map("captures") as captures, bpf_pins.open_map("own_addresses") as own:
+    with ebpf_inbound.opened_maps() as maps:
+        ebpf_inbound.attach(session.netns, cookie, maps)
+        if settings.passing and not ebpf_gate.passing(cookie):
+            ebpf_gate.open_anew(cookie)
+        if settings.gate != "closed":
+            ebpf_gate.close_if_listening(cookie, settings, listeners)
+        if settings.passing or have is not None:
+            ebpf_gate.let_pass(cookie, settings.passing)
         for key in now:
-            own.update(key, bpf_capture.PRESENT)
-        captures.update(COOKIE.pack(cookie), bpf_capture.encode(settings, site))
+            maps["own_addresses"].update(key, bpf_capture.PRESENT)
+        maps["captures"].update(COOKIE.pack(cookie), bpf_capture.encode(settings, site))
     listeners = session.sockets.listeners("tcp")  # also who began just before the entry was there
     ebpf_gate.close_if_listening(cookie, settings, listeners)
     _adopt(session, cookie, port, listeners)

@@ -2,14 +2,25 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from agent.formats import bpf_object
 from agent.kernel import bpf, bpf_pins
 from agent.kernel.netns import Netns
 
+ASKED = ("captures", "listeners", "own_addresses", "listened")
 
-def attach(netns: Netns, cookie: int) -> None:
+Maps = Mapping[str, bpf.Map]
+
+
+@contextlib.contextmanager
+def opened_maps() -> Iterator[Maps]:
+    """Yield the maps that such a program asks, by name."""
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(bpf_pins.open_map(name)) for name in ASKED}
+
+
+def attach(netns: Netns, cookie: int, maps: Maps) -> None:
     """Attach the namespace's own program, or put this version's in its place. Hold the lock.
 
     Raises: OSError.
@@ -18,11 +29,11 @@ def attach(netns: Netns, cookie: int) -> None:
     with contextlib.suppress(FileNotFoundError), bpf.opened(bpf.get(path)) as fd:
         info = bpf.link_info(fd)
         if info.target == netns.id.ino:
-            _renew(fd, info, cookie)
+            _renew(fd, info, cookie, maps)
             return
         path.unlink()
     with (
-        _inbound_program(cookie) as program,
+        _inbound_program(cookie, maps) as program,
         bpf.opened(bpf.link(program, netns.fd, bpf.ATTACH_SK_LOOKUP)) as fd,
     ):
         bpf.pin(fd, path)
@@ -30,25 +41,24 @@ def attach(netns: Netns, cookie: int) -> None:
 
 def renew_all() -> None:
     """Put this version's program in the place of every other's. Hold the lock. Raises: OSError."""
-    for name in os.listdir(bpf_pins.pods()):
-        with bpf.opened(bpf.get(bpf_pins.pods() / name)) as fd:
-            _renew(fd, bpf.link_info(fd), int(name))
+    with opened_maps() as maps:
+        for name in os.listdir(bpf_pins.pods()):
+            with bpf.opened(bpf.get(bpf_pins.pods() / name)) as fd:
+                _renew(fd, bpf.link_info(fd), int(name), maps)
 
 
-def _renew(link: int, info: bpf.LinkInfo, cookie: int) -> None:
+def _renew(link: int, info: bpf.LinkInfo, cookie: int, maps: Maps) -> None:
     if info.target and bpf.program_name(info.program) != bpf_pins.inbound_name():
-        with _inbound_program(cookie) as program:
+        with _inbound_program(cookie, maps) as program:
             bpf.exchange(link, program)
 
 
 @contextlib.contextmanager
-def _inbound_program(cookie: int) -> Iterator[int]:
-    with contextlib.ExitStack() as stack:
-        symbols: dict[str, bpf_object.MapFd | bpf_object.Number] = {
-            name: bpf_object.MapFd(stack.enter_context(bpf_pins.open_map(name)).fd)
-            for name in ("captures", "listeners", "own_addresses", "listened")
-        }
-        symbols["netns_cookie"] = bpf_object.Number(cookie)
-        code = bpf_object.link(bpf_pins.object_file("inbound.bpf.o"), "sk_lookup", symbols)
-        with bpf.opened(bpf.load_sk_lookup(code, bpf_pins.inbound_name())) as fd:
-            yield fd
+def _inbound_program(cookie: int, maps: Maps) -> Iterator[int]:
+    symbols: dict[str, bpf_object.MapFd | bpf_object.Number] = {
+        "netns_cookie": bpf_object.Number(cookie),
+        **{name: bpf_object.MapFd(found.fd) for name, found in maps.items()},
+    }
+    code = bpf_object.link(bpf_pins.object_file("inbound.bpf.o"), "sk_lookup", symbols)
+    with bpf.opened(bpf.load_sk_lookup(code, bpf_pins.inbound_name())) as fd:
+        yield fd

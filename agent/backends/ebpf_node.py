@@ -30,7 +30,7 @@ def bring_up() -> None:
     Raises: StateUnreadable, KernelRejected, EnvironmentLacks.
     """
     about = bpf_pins.about()
-    if about is not None:
+    if about is not None and about.layout != LAYOUT:
         migrate_older(about)
         about = bpf_pins.about()
     if about is None or any(faults(about)):

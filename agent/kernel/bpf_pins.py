@@ -45,11 +45,16 @@ class About:
 
 
 def root() -> Path:
-    return Path(os.environ.get("INTERCEPT_BPF_DIR") or "/sys/fs/bpf")
+    return base().parent
 
 
 def base() -> Path:
-    return root() / "intercept-agent"
+    return _below(os.environ.get("INTERCEPT_BPF_DIR") or "/sys/fs/bpf")
+
+
+@cache
+def _below(folder: str) -> Path:  # a path costs more to make than to use
+    return Path(folder) / "intercept-agent"
 
 
 def about() -> About | None:
@@ -75,7 +80,7 @@ def open_map(name: str) -> bpf.Map:
     Raises: FileNotFoundError where nothing is loaded.
     """
     try:
-        return bpf.Map.at(base() / "maps" / name)
+        return bpf.Map.at(f"{base()}/maps/{name}")
     except FileNotFoundError:
         for found, fd in _held():
             if found == name:
@@ -86,7 +91,7 @@ def open_map(name: str) -> bpf.Map:
 def lost() -> frozenset[str]:
     """Return the names of the maps whose pins somebody removed."""
     with contextlib.suppress(FileNotFoundError):
-        return MAPS - frozenset(os.listdir(base() / "maps"))
+        return MAPS - frozenset(os.listdir(f"{base()}/maps"))
     return MAPS
 
 
