@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from agent.backends import ebpf_enrol, ebpf_gate, ebpf_node, ebpf_sweep
+from agent.backends import ebpf_enrol, ebpf_gate, ebpf_inbound, ebpf_node, ebpf_sweep
 from agent.backends.ebpf_sweep import Swept
 from agent.backends.protocol import Step
 from agent.backends.session import Session
@@ -127,7 +127,8 @@ def _read(session: Session, about: bpf_pins.About, cookie: int) -> Enrolment | N
     stale = tuple(_stale(known, _site(session, settings)))
     settings = replace(settings, init_cgroups=ebpf_gate.passing(cookie))
     listened = ebpf_gate.has_listened(cookie)
-    return Enrolment(settings, faults, stale, tuple(ebpf_node.ahead()), listened)
+    foreign = (*ebpf_node.ahead(), *ebpf_inbound.others(session.netns, cookie))
+    return Enrolment(settings, faults, stale, foreign, listened)
 
 
 def _site(session: Session, settings: Settings) -> Site:

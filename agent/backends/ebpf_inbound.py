@@ -47,6 +47,17 @@ def renew_all() -> None:
                 _renew(fd, bpf.link_info(fd), int(name), maps)
 
 
+def others(netns: Netns, cookie: int) -> Iterator[str]:
+    """Say whose programs are asked about what arrives in the namespace, too."""
+    ours = bpf.link_at(bpf_pins.pod_pin(cookie))
+    for program in bpf.attached(netns.fd, bpf.ATTACH_SK_LOOKUP):
+        if ours is None or program != ours.program:
+            yield (
+                f"sk_lookup: the program {bpf.program_name(program) or '?'} (id {program}) of "
+                "somebody else is asked about what arrives, too; the last to choose a socket counts"
+            )
+
+
 def _renew(link: int, info: bpf.LinkInfo, cookie: int, maps: Maps) -> None:
     if info.target and bpf.program_name(info.program) != bpf_pins.inbound_name():
         with _inbound_program(cookie, maps) as program:

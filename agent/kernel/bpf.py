@@ -228,8 +228,12 @@ def link_at(path: str | os.PathLike[str]) -> LinkInfo | None:
 
 
 def program_name(identity: int) -> str:
-    """Return the name that a loaded program was given."""
-    with opened(call(PROG_GET_FD_BY_ID, struct.pack("=II", identity, 0))[0]) as fd:
+    """Return the name that a loaded program was given; none if it is gone."""
+    try:
+        fd = call(PROG_GET_FD_BY_ID, struct.pack("=II", identity, 0))[0]
+    except FileNotFoundError:
+        return ""
+    with opened(fd):
         return info(fd, 80)[64:80].rstrip(b"\0").decode(errors="replace")
 
 
@@ -245,10 +249,12 @@ def maps_of(program: int) -> Iterator[tuple[str, int]]:
 
 
 def attached(target: int, kind: int) -> tuple[int, ...]:
-    """Return the ids of the programs that processes of a cgroup meet, in that order."""
+    """Return the ids of the programs that processes of a cgroup, or connections to a network
+    namespace, meet, in that order."""
     ids = (ctypes.c_uint32 * MOST_PROGRAMS)()
+    flags = 0 if kind == ATTACH_SK_LOOKUP else QUERY_EFFECTIVE
     attributes = struct.pack(
-        "=IIIIQI4x", target, kind, QUERY_EFFECTIVE, 0, ctypes.addressof(ids), MOST_PROGRAMS
+        "=IIIIQI4x", target, kind, flags, 0, ctypes.addressof(ids), MOST_PROGRAMS
     )
     _, answer = call(PROG_QUERY, attributes)
     (count,) = struct.unpack_from("=I", answer, 24)

@@ -41,7 +41,7 @@ class Enrolment:
     `settings` are those that the programs work by, None where there are only remains. `faults` are
     sentences on whatever else is not as it should be, and `stale` on addresses and routes that came
     or went since; they do so at any time, so they make no difference between what was written and
-    what is read back. `foreign` has sentences on others' programs that run first. `listened` says
+    what is read back. `foreign` has sentences on others' programs that have a say. `listened` says
     that the proxy has listened since, be it once: whatever gate there was is closed for good.
     """
 

@@ -558,6 +558,20 @@ def test_a_program_that_was_there_before_runs_after(netns: str) -> None:
         assert bool(checked(netns).foreign) is not PREORDER
 
 
+def test_a_program_that_chooses_who_takes_what_arrives_is_named(netns: str) -> None:
+    """A process of the pod may attach one with the rights `BPF` and `NET_ADMIN`."""
+    capture(netns)
+    code = struct.pack("<BBhiBBhi", 0xB7, 0, 0, 1, 0x95, 0, 0, 0)  # r0 = 1; exit
+    with (
+        Netns.open(path_of(netns)) as opened,
+        bpf.opened(bpf.load_sk_lookup(code, "other_one")) as program,
+        bpf.opened(bpf.link(program, opened.fd, bpf.ATTACH_SK_LOOKUP)),
+    ):
+        (sentence,) = checked(netns).foreign
+        assert sentence.startswith("sk_lookup: the program other_one (id ")
+    assert not checked(netns).foreign
+
+
 def test_explain_and_scan_know_what_the_programs_were_told(netns: str) -> None:
     capture(netns)
     code, out, _ = command("explain", netns)
