@@ -33,8 +33,8 @@ def _read() -> Host:
             interfaces=tuple(_interfaces(ipr, names)),
             routes=tuple(_routes(ipr, names, {mark_table for _, mark_table in marks})),
             local_marks=tuple(mark for mark, _ in marks),
-            forwarding=_switch("ipv4/ip_forward"),
-            route_localnet=_switch("ipv4/conf/all/route_localnet"),
+            forwarding=switched_on("ipv4/ip_forward"),
+            route_localnet=switched_on("ipv4/conf/all/route_localnet"),
         )
 
 
@@ -85,7 +85,8 @@ def _local_marks(ipr: Any) -> Iterator[tuple[LocalMark, int]]:
                 yield LocalMark(found["FRA_FWMARK"], mask), table
 
 
-def _switch(name: str) -> bool:
+def switched_on(name: str) -> bool:
+    """Tell whether a switch below /proc/sys/net is 1 in the calling thread's namespace."""
     try:
         return (Path("/proc/sys/net") / name).read_text().strip() == "1"
     except OSError:

@@ -19,10 +19,11 @@ from agent.backends.iptables_tools import missing_tool, read_printable, without_
 from agent.backends.nftables import TABLE
 from agent.backends.session import Session
 from agent.formats import nft_json
-from agent.kernel import modules, routing
+from agent.kernel import modules, routing, tools, topology
 from agent.kernel.filters import NftChain
 from agent.kernel.ipset import IpSet, read_sets
 from agent.kernel.netns import NetnsId
+from agent.kernel.nft import NftDoor, ToolDoor
 from agent.kernel.sockets import KernelSocket, SocketTable
 from agent.leftovers import proxy_mode
 from agent.model import catalogue
@@ -84,6 +85,7 @@ class Seen:
     addressed: frozenset[Family] = frozenset()
     ipvs_services: int = 0
     proxy_mode: str = ""
+    route_localnet: bool = False
 
     @property
     def rule_count(self) -> int:
@@ -119,6 +121,7 @@ def look(session: Session, name: str) -> Seen:
         addressed=around.addressed,
         ipvs_services=around.ipvs_services,
         proxy_mode=around.proxy_mode,
+        route_localnet=around.route_localnet,
     )
 
 
@@ -235,11 +238,17 @@ def _native(
         text = ""
         if catalogue.owner_of_table(family, name):
             try:
-                text = session.require_nft().list_table(family, name)
+                text = _door(session, inside).list_table(family, name)
             except (StateUnreadable, EnvironmentLacks) as error:
                 names = tuple(c.name for c in inside)
                 unreadable.append(Unreadable(NFTABLES, family, name, str(error), names))
         yield NativeTable(family, name, inside, text)
+
+
+def _door(session: Session, chains: Sequence[NftChain]) -> NftDoor:
+    """Return what lists a table: of a big one libnftables would keep twice as much in memory."""
+    tool = tools.find("nft") if len(chains) > TOO_MANY_TO_REMEMBER else None
+    return ToolDoor(session.netns, tool) if tool else session.require_nft()
 
 
 def _own(session: Session, table: NativeTable, unreadable: list[Unreadable]) -> dict[str, Rulesets]:
@@ -264,6 +273,7 @@ class _Surroundings:
     addressed: frozenset[Family]
     ipvs_services: int
     proxy_mode: str
+    route_localnet: bool
 
 
 def _surroundings(*, serving: bool) -> _Surroundings:
@@ -277,6 +287,7 @@ def _surroundings(*, serving: bool) -> _Surroundings:
         addressed=_addressed(links),
         ipvs_services=_ipvs_services(),
         proxy_mode=proxy_mode.ask(listeners or ()) if serving else "",
+        route_localnet=topology.switched_on("ipv4/conf/all/route_localnet"),
     )
 
 

@@ -15,6 +15,11 @@ from agent.model.ruleset import Table
 from agent.model.state import NFTABLES
 
 SHOWN_ENDPOINTS = 4
+# Set for NodePorts on localhost; who else has come to need it nobody can tell.
+ROUTE_LOCALNET = (
+    "sysctl net.ipv4.conf.all.route_localnet is 1, as kube-proxy sets it in iptables mode; clean "
+    "leaves it, for others may need it"
+)
 STILL_ASKED = "still asked: it refuses or translates what is sent to Services by what was true then"
 IPTABLES, IPVS = "iptables", "ipvs"  # and NFTABLES: as kube-proxy calls its modes
 USELESS: Mapping[str, tuple[str, ...]] = {IPTABLES: IPVS_MODE, IPVS: IPTABLES_MODE}
@@ -141,6 +146,8 @@ def _finding(
         )
     if alive is None:
         evidence += (*lack_of_life(mine.owner, seen, node), *_heartbeat(mine, backend))
+        if seen.route_localnet and backend not in ("", NFTABLES):
+            evidence.append(ROUTE_LOCALNET)
         asked = bool(endpoints or services)
         meaning = "kube-proxy is gone and its rules are still asked"
         if endpoints:

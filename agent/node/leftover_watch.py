@@ -30,6 +30,8 @@ LONGEST_PAUSE_S = 600.0
 # is spent on looking, however many pods there are.
 FEW_S = 20.0
 SHARE = 0.005
+# Left over because no process of their owner runs, which is so while a DaemonSet is updated, too.
+OF_NOBODY = frozenset({Kind.KUBE_PROXY, Kind.FOREIGN_CNI})
 
 Document = Mapping[str, Any]
 Subject = tuple[str, str, dict[str, object]]
@@ -181,13 +183,15 @@ class LeftoverWatch:
         """Add an event for each finding that is new, and for each that is gone.
 
         What is not critical is told when it is seen for the second time: a proxy that has only just
-        been started does not listen yet. That a pod no longer asks for its capture is told at once.
+        been started does not listen yet. So is what nobody seems to use any more: whose it is may
+        just be started anew. That a pod no longer asks for its capture is told at once.
         """
         now = {_key(finding): finding for finding in self._findings()}
         for key, finding in now.items():
             place, kind, owner = key
             due = kind == Kind.STALE_CAPTURE and place in turned
-            lasting = key in self._seen or finding["severity"] == Severity.CRITICAL
+            urgent = finding["severity"] == Severity.CRITICAL and kind not in OF_NOBODY
+            lasting = key in self._seen or urgent
             if (lasting or due) and key not in self._told:
                 self._told.add(key)
                 self._events.add("leftover", place, f"{kind} ({owner}): {finding['explanation']}")

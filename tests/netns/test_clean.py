@@ -197,6 +197,25 @@ def test_comments_in_a_table_of_nftables_come_back_byte_for_byte(netns: str, bac
     assert subprocess.check_output(listing) == whole
 
 
+def test_a_table_of_many_services_goes_and_comes_back_as_it_was(netns: str, backups: Path) -> None:
+    services = "".join(
+        f"chain service-{n}/web/tcp/http {{ "
+        f'ip daddr 10.96.{n // 250}.{n % 250} jump masq comment "no {n}"; '
+        f"numgen random mod 1 vmap {{ 0 : goto endpoint }}; }}\n"
+        for n in range(600)
+    )
+    endpoint = "chain endpoint { update @seen { ip saddr }; meta l4proto tcp dnat to 10.0.0.7:80; }"
+    seen = "set seen { type ipv4_addr; flags dynamic,timeout; timeout 3h; }"
+    mark = "chain masq { ct state new meta mark set mark or 0x4000; }"
+    text = f"table ip kube-proxy {{ {seen}\n {mark}\n {endpoint}\n {services} }}"
+    inside(netns, "nft", "-f", "-", stdin=text)
+    before = everything(netns)
+    path = cleaned(netns, backups)
+    assert "kube-proxy" not in everything(netns)["nft"]
+    restored(path)
+    assert everything(netns) == before
+
+
 def rules_of(name: str, flavour: str) -> bytes:
     command = ("nsenter", f"--net={path_of(name)}", f"iptables-{flavour}-save", "-t", "nat")
     lines = subprocess.check_output(command).split(b"\n")

@@ -61,6 +61,13 @@ def test_rules_of_a_kube_proxy_that_is_gone_are_found_without_the_kubelets(
     assert any("10.0.0.53:53" in line for line in found["evidence"])
 
 
+def test_a_sysctl_that_kube_proxy_may_have_set_is_told_beside_its_rules(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    assert not [line for line in only(netns)["evidence"] if "route_localnet" in line]
+    inside(netns, "sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
+    assert [line for line in only(netns)["evidence"] if "route_localnet is 1" in line]
+
+
 def test_the_kubelets_own_chains_are_no_leftovers(netns: str) -> None:
     load(netns, left.KUBELET)
     assert findings(netns) == []

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from agent.model.errors import AgentError
 from agent.node.events import Events
 from agent.node.leftover_watch import LONGEST_PAUSE_S, SHARE, LeftoverWatch, next_pause
@@ -104,6 +106,18 @@ def test_what_is_critical_is_told_at_once() -> None:
     jobs = FakeJobs()
     jobs.found = [finding("blackhole", "critical")]
     watch, events, _ = make(jobs, pod("web", "not-injected"))
+    asyncio.run(watch.scan())
+    assert told(events) == ["leftover"]
+
+
+@pytest.mark.parametrize("kind", ["kube-proxy", "foreign-cni"])
+def test_nothing_is_told_of_an_owner_that_is_only_started_anew(kind: str) -> None:
+    jobs = FakeJobs()
+    watch, events, _ = make(jobs, pod("web", "not-injected"))
+    for found in ([finding(kind, "critical")], [], [finding(kind, "critical")]):
+        jobs.found = found
+        asyncio.run(watch.scan())
+    assert told(events) == []
     asyncio.run(watch.scan())
     assert told(events) == ["leftover"]
 
