@@ -18,8 +18,13 @@ class AgentSays(AgentError):
 
 
 def add_agent_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="the agent's configuration file")
-    parser.add_argument("--socket", metavar="PATH", help="the agent's socket")
+    """Add what says where the agent is, and how it is shown what it says."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="the agent's configuration file, which names its socket"
+    )
+    parser.add_argument(
+        "--socket", metavar="PATH", help=f"the agent's socket ({config.Config().socket})"
+    )
     output.add_output_option(parser, "-o")
 
 
@@ -48,7 +53,7 @@ class AgentClient:
             self._socket.close()
             raise EnvironmentLacks(
                 f"no agent answers on {path}: {error.strerror or error}; start it by "
-                "`intercept-agent run`, or name its socket by --socket"
+                "`intercept-agent run`, or name its socket by INTERCEPT_SOCKET"
             ) from error
 
     def ask(self, do: str, **request: object) -> Any:

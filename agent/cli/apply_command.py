@@ -20,6 +20,9 @@ EXAMPLES = """examples:
   intercept-agent apply --netns pid:4711 -i 10.0.0.0/8 -b '*' -d 22
   intercept-agent apply --netns self -p 15001 -z 15006 -u 1337 -m REDIRECT -i '*' -b '*'
   intercept-agent apply --netns web --dry-run          show the writes, make none
+
+exit code: 0 done, or already so; 2 bad usage, 3 something is missing: nothing was touched; 4 the
+kernel refused: everything is as it was
 """
 VERBOSE = "list the writes on stderr"
 REMOVED = ("capture removed", "nothing to remove")

@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 What cannot be put back (others' eBPF, CNI files, what nobody can read) is shown by scan and left
 by clean.
 
-exit code: 0 done or nothing to do, 1 --dry-run and there is something
+exit code: 0 done or nothing to do, 1 there is something, and --dry-run or the answer was no
 """
 
 BACKUPS = Path("/var/lib/intercept-agent/backups")
@@ -49,8 +49,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--dry-run", action="store_true", help="show the removal, make none")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     parser.add_argument("--restore", metavar="FILE", help="put back what a backup holds")
-    parser.add_argument("--backup-dir", metavar="D", default=str(BACKUPS), help=f"({BACKUPS})")
-    output.add_output_option(parser, "-o")
+    parser.add_argument(
+        "--backup-dir", metavar="D", default=str(BACKUPS), help=f"where it is saved ({BACKUPS})"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

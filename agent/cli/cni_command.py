@@ -32,6 +32,8 @@ EXAMPLES = """examples:
 
 The configuration of the base CNI must be there first: the entry is chained behind it. What a
 running agent keeps up by itself (`run` with cni.conf_dir) is put back after an uninstall by hand.
+
+exit code: 0 done, or nothing differs; 1 something differs still
 """
 
 
@@ -39,16 +41,20 @@ TRIES, PAUSE_S = 50, 0.1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("install", "uninstall", "check"))
+    parser.add_argument(
+        "action",
+        choices=("install", "uninstall", "check"),
+        help="put plugin and entry there; take both away; or tell what differs and change nothing",
+    )
     parser.add_argument(
         "--conf-dir",
         metavar="D",
-        help=f"CNI configurations (default what the runtime says, or {installer.CONF_DIR})",
+        help=f"CNI configurations (what the runtime says, or {installer.CONF_DIR})",
     )
     parser.add_argument(
         "--bin-dir",
         metavar="D",
-        help=f"plugins (default what the runtime says, or {installer.BIN_DIR})",
+        help=f"plugins (what the runtime says, or {installer.BIN_DIR})",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="the agent's configuration: socket, cni.conf_dir, ..."
@@ -57,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--failure-policy",
         choices=POLICIES,
         default="closed",
-        help="what becomes of a mesh pod that starts while no agent answers (default closed)",
+        help="what becomes of a mesh pod that starts while no agent answers (closed)",
     )
     parser.add_argument(
         "--file", metavar="NAME", help="chain into this file instead of the first one"
@@ -69,14 +75,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--program",
         metavar="PATH",
         help="an executable to install as the plugin, for nodes without Python: the static one, "
-        "built by `make cni-static` (default: the Python one, or cni.program)",
+        "built by `make cni-static` (the Python one, or cni.program)",
     )
     parser.add_argument(
         "--keep-binary",
         action="store_true",
         help="uninstall: leave the plugin for runtimes that remember the entry (Multus)",
     )
-    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    output.add_output_option(parser, "-o")
 
 
 def run(arguments: argparse.Namespace) -> int:

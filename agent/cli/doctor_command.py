@@ -7,7 +7,7 @@ import argparse
 from dataclasses import asdict
 
 from agent.cli import output
-from agent.cli.agent_client import socket_path
+from agent.cli.agent_client import add_agent_options, socket_path
 from agent.cli.configuration import configuration
 from agent.cli.doctor_facts import gather
 from agent.cli.seeing import print_findings
@@ -25,9 +25,7 @@ exit code: 0 the agent can work here, 1 something keeps it from working
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", metavar="FILE", help="the agent's configuration file")
-    parser.add_argument("--socket", metavar="PATH", help="the agent's socket")
-    output.add_output_option(parser, "-o")
+    add_agent_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

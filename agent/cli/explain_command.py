@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 
 from agent.cli import output
+from agent.cli.agent_client import add_agent_options
 from agent.cli.configuration import configuration
 from agent.cli.explain_facts import gather
 from agent.cli.pod_facts import PodFinder
@@ -48,7 +49,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="POD|NS",
         help="NAMESPACE/NAME, or a namespace as --netns of the other commands takes it, or host",
     )
-    parser.add_argument("--config", metavar="FILE", help="the agent's configuration file")
     parser.add_argument(
         "--pod-manifest",
         metavar="FILE",
@@ -56,14 +56,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     packet = parser.add_argument_group("flow", "one connection, for `explain flow`")
     add_packet_options(packet, required=False)
-    output.add_output_option(parser, "-o")
+    add_agent_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.kind == FLOW and not arguments.to:
         raise InvalidSettings(("explain flow: say where to by --to ADDR:PORT",))
     packet = packet_of(arguments) if arguments.to else None
-    finder = PodFinder(configuration(arguments.config), arguments.pod_manifest)
+    finder = PodFinder(configuration(arguments.config, arguments.socket), arguments.pod_manifest)
     facts = gather(meant(arguments.target), finder)
     if packet is None:
         return _page(explain(facts), arguments)

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from agent.cli import output
+from agent.cli.agent_client import add_agent_options
 from agent.cli.configuration import configuration
 from agent.cli.pod_lookup import meant, netns_of, titles
 from agent.flows import render
@@ -65,8 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bypassed", action="store_true", help="only what passed the proxy by")
     parser.add_argument("--for", dest="seconds", metavar="SECONDS", help="end after so long")
     parser.add_argument("--count", metavar="N", help="end after so many connections")
-    parser.add_argument("--config", metavar="FILE", help="the agent's configuration file")
-    output.add_output_option(parser, "-o")
+    add_agent_options(parser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class _Wanted:
 
 def run(arguments: argparse.Namespace) -> int:
     wanted = _wanted(arguments)
-    known = configuration(arguments.config)
+    known = configuration(arguments.config, arguments.socket)
     if os.geteuid() != 0:
         raise EnvironmentLacks("flows loads eBPF programs, which needs root; run this as root")
     names = partial(titles, known)

@@ -5,10 +5,9 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 
 from agent.cli import output
-from agent.cli.agent_client import AgentClient, AgentSays, socket_path
+from agent.cli.agent_client import AgentClient, AgentSays, add_agent_options
 from agent.cli.configuration import configuration
 from agent.cli.pod_lookup import netns_of, runtime_view
 from agent.kernel import namespaces, netns
@@ -28,6 +27,7 @@ OWN = "host"
 
 
 def add_options(parser: argparse.ArgumentParser, *, many: bool) -> None:
+    """Add where to look, by what configuration, and how the answer is shown."""
     where = parser.add_argument_group("where (default: --all)" if many else "where (one of these)")
     where.add_argument(
         "--netns",
@@ -47,8 +47,7 @@ def add_options(parser: argparse.ArgumentParser, *, many: bool) -> None:
         "the node's",
     )
     where.add_argument("--all", action="store_true", help="every namespace of the node")
-    parser.add_argument("--config", metavar="FILE", help="the agent's configuration file")
-    parser.add_argument("--socket", metavar="PATH", help="the agent's socket")
+    add_agent_options(parser)
     parser.add_argument("--conf-dir", metavar="D", help=f"CNI configurations ({CONF_DIR})")
     parser.add_argument("--bin-dir", metavar="D", help=f"CNI plugins ({BIN_DIRS[0]})")
 
@@ -77,7 +76,7 @@ def gather(arguments: argparse.Namespace) -> tuple[tuple[Subject, ...], Node, tu
     if arguments.host:
         found |= _keyed([Subject(place=_own_place(), host=True)])
     if arguments.netns:
-        known = replace(configuration(arguments.config), socket=socket_path(arguments))
+        known = configuration(arguments.config, arguments.socket)
         found |= _keyed(_named(arguments.netns, known))
     elif not arguments.host or arguments.all:
         paths = [path for path, _ in pods]
@@ -126,9 +125,9 @@ Told = tuple[str, PodFact]
 
 def _pods(arguments: argparse.Namespace) -> tuple[list[Told], tuple[str, ...]]:
     """Ask the running agent, or else the runtime; without either, labels are not known."""
-    known = configuration(arguments.config)
+    known = configuration(arguments.config, arguments.socket)
     try:
-        with AgentClient(socket_path(arguments)) as agent:
+        with AgentClient(known.socket) as agent:
             return list(_told(agent.ask("pods"))), ()
     except (EnvironmentLacks, AgentSays):
         pass

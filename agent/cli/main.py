@@ -86,6 +86,14 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _refuse_unknown(command: str) -> None:
+    """Say which command was probably meant, if it is none of ours."""
+    if command and command not in COMMANDS:
+        from agent.formats.documents import nearest
+
+        _parser("").error(f"there is no command {command}{nearest(command, COMMANDS)}")
+
+
 def _completed(command: str, words: list[str]) -> list[str]:
     """Return the words as the command's own parser takes them."""
     if command not in COMMANDS:
@@ -98,6 +106,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 to 4 as the contract has them, 70 for a bug."""
     given = list(sys.argv[1:] if words is None else words)
     command = next((word for word in given if not word.startswith("-")), "")
+    _refuse_unknown(command)
     try:
         arguments, unknown = _parser(command).parse_known_args(_completed(command, given))
         if unknown:

@@ -39,7 +39,9 @@ LONGEST_DEADLINE_S = 600.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=tuple(ASK), metavar="{" + ",".join(ASK) + "}")
+    parser.add_argument(
+        "what", choices=tuple(ASK), metavar="{" + ",".join(ASK) + "}", help="what to ask for"
+    )
     parser.add_argument(
         "netns",
         metavar="NS",

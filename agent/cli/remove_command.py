@@ -10,6 +10,9 @@ from agent.cli.target import add_netns_option, opened
 EXAMPLES = """examples:
   intercept-agent remove --netns web
   intercept-agent remove --netns web --dry-run         show the writes, make none
+
+exit code: 0 done, or already so; 2 bad usage, 3 something is missing: nothing was touched; 4 the
+kernel refused: everything is as it was
 """
 __all__ = ["EXAMPLES", "VERBOSE", "add_options", "run"]
 

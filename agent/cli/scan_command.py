@@ -27,7 +27,6 @@ SHOWN_OBJECTS = 6
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     leftover_inputs.add_options(parser, many=True)
-    output.add_output_option(parser, "-o")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -124,7 +124,13 @@ def _subject(trace: Trace) -> str:
     text = f"{packet.protocol.upper()} to {endpoint(packet.destination, packet.dport)}"
     if trace.inbound:
         return f"{text} from {packet.source}" if packet.source else f"{text} from outside"
-    return f"{text} from uid {packet.uid}" if packet.uid is not None else text
+    return f"{text} from {_sender(packet)}" if packet.uid is not None else text
+
+
+def _sender(packet: Packet) -> str:
+    gid = f" gid {packet.gid}" if packet.gid not in (None, packet.uid) else ""
+    mark = f" with mark {packet.mark:#x}" if packet.mark else ""
+    return f"uid {packet.uid}{gid}{mark}"
 
 
 def _fate(outcome: Outcome, kind: Kind) -> str:

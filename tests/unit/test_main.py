@@ -1,5 +1,7 @@
 """The command `intercept-agent` itself: its version, and errors that nobody foresaw."""
 
+import argparse
+import importlib
 import subprocess
 import sys
 from importlib import metadata
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agent.cli import plan_command
-from agent.cli.main import main
+from agent.cli.main import COMMANDS, main
 from agent.kernel import package
 
 
@@ -66,6 +68,39 @@ def test_flag_that_is_misspelt_is_told_with_the_one_that_was_meant(
     with pytest.raises(SystemExit, match="2"):
         main(["plan", word])
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("aply", "error: there is no command aply; did you mean apply? See `intercept-agent --h"),
+        ("zzz", "error: there is no command zzz; see `intercept-agent --help`"),
+    ],
+)
+def test_command_that_is_misspelt_is_told_with_the_one_that_was_meant(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([word, "--netns", "web"])
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_says_what_it_is_for(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"agent.cli.{command}_command").add_options(parser)
+    for action in parser._actions:
+        hidden = action.help == argparse.SUPPRESS
+        assert hidden or (action.help or "")[:1].isalnum(), action.option_strings or action.dest
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_who_takes_the_agents_configuration_takes_its_socket(command: str) -> None:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"agent.cli.{command}_command").add_options(parser)
+    names = {name for action in parser._actions for name in action.option_strings}
+    at_the_agent = "--config" in names and command not in ("run", "cni")
+    assert ("--socket" in names) == at_the_agent
 
 
 def test_start_of_a_command_does_not_look_the_version_up() -> None:

@@ -642,6 +642,14 @@ def test_the_verdict_is_a_sentence(rules: str, sentence: str) -> None:
     assert summary(trace) == f"TCP to 10.96.0.1:80 from uid 1000 {sentence}"
 
 
+def test_what_else_is_known_of_the_sender_is_said() -> None:
+    trace = walk(
+        [layer("nat OUTPUT -m mark --mark 0x539 -j RETURN")], packet(gid=7, mark=1337), POD
+    )
+    said = "TCP to 10.96.0.1:80 from uid 1000 gid 7 with mark 0x539 is not redirected: "
+    assert summary(trace) == said + "nat OUTPUT rule 1 exempts it."
+
+
 def test_a_maybe_says_what_decides_and_between_what() -> None:
     rule = f"nat OUTPUT -m limit --limit 1/sec -j RETURN\n{REDIRECT}"
     assert summary(walk([layer(rule)], packet(), POD)) == (
