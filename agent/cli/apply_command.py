@@ -21,8 +21,8 @@ EXAMPLES = """examples:
   intercept-agent apply --netns self -p 15001 -z 15006 -u 1337 -m REDIRECT -i '*' -b '*'
   intercept-agent apply --netns web --dry-run          show the writes, make none
 
-exit code: 0 done, or already so; 2 bad usage, 3 something is missing: nothing was touched; 4 the
-kernel refused: everything is as it was
+exit code: 0 done, or already so; 1 --run-validation: a probe failed; 2 bad usage, 3 something is
+missing: nothing was touched; 4 the kernel refused: everything is as it was
 """
 VERBOSE = "list the writes on stderr"
 REMOVED = ("capture removed", "nothing to remove")

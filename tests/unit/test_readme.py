@@ -13,7 +13,7 @@ from agent.node import config
 TEXT = (Path(__file__).parents[2] / "README.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 CONFIGURATIONS = [yaml.safe_load(text) for kind, text in FENCES if kind == "yaml"]
-DEFAULTS = CONFIGURATIONS[0]
+DEFAULTS = next(found for found in CONFIGURATIONS if "socket" in found)
 NO_DEFAULTS = ("cni", "static", "worker", "cri")
 
 
