@@ -5,7 +5,8 @@ import ctypes
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
+
+from agent.kernel.holders import pids, sockets_of
 
 PIDFD_GETFD = 438  # on every architecture, Linux 5.6
 
@@ -28,15 +29,15 @@ def borrowed(inodes: frozenset[int]) -> Iterator[tuple[socket.socket, ...]]:
 
 def _holders(inodes: frozenset[int]) -> Iterator[tuple[int, int]]:
     """Yield one process and descriptor for each inode."""
-    wanted = {f"socket:[{inode}]" for inode in inodes}
-    for folder in Path("/proc").glob("[0-9]*/fd"):
+    wanted = set(inodes)
+    for pid in pids():
         with contextlib.suppress(OSError):
-            for entry in folder.iterdir():
-                if not wanted:
-                    return
-                if (name := os.readlink(entry)) in wanted:
-                    wanted.remove(name)
-                    yield int(folder.parent.name), int(entry.name)
+            for fd, inode in sockets_of(pid):
+                if inode in wanted:
+                    wanted.remove(inode)
+                    yield pid, fd
+        if not wanted:
+            return
 
 
 def _copy(pid: int, fd: int) -> socket.socket:

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import permutations
 
 from agent.formats.iptables_save import render_rule
 from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
@@ -15,6 +16,8 @@ from agent.model import catalogue
 from agent.model.owner import Role
 from agent.model.ruleset import Family, Ruleset
 from agent.model.state import EBPF, GUARD, NFTABLES
+
+NAMES = {Family.IPV4: "IPv4", Family.IPV6: "IPv6", None: "any family"}
 
 __all__ = ["find", "lone_guard", "lone_sets", "on_host", "on_pod"]
 
@@ -93,7 +96,7 @@ def on_host(found: Found, node: Node) -> Iterator[Finding]:
         where=found.where(),
         objects=found.objects(),
         owner=found.owner,
-        evidence=(found.size(), *(evidence for _, evidence in closed)),
+        evidence=(found.size(), *map(str, closed)),
         explanation="Rules of a mesh are in the node's own network namespace, where they meet the "
         "traffic of the node and of every pod that shares its network. A capture belongs into a "
         "pod's namespace.",
@@ -105,12 +108,26 @@ def on_host(found: Found, node: Node) -> Iterator[Finding]:
 # --- each kind ------------------------------------------------------------------------------------
 
 
-def unanswered(found: Found) -> list[tuple[Goal, str]]:
-    """Return the ports that the rules lead to and nobody listens on, with the evidence."""
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A port that rules lead to and on which nobody takes what they send, by family of address."""
+
+    goal: Goal
+    families: tuple[Family | None, ...]  # none: of a table that says none
+    rules: int
+
+    def __str__(self) -> str:
+        families = ", ".join(family.value if family else "nftables" for family in self.families)
+        rules = "rule sends" if self.rules == 1 else "rules send"
+        return f"nobody listens on {self.goal} ({families}), to which {self.rules} {rules} traffic"
+
+
+def unanswered(found: Found) -> list[Closed]:
+    """Return the ports that the rules lead to and nobody listens on."""
     listeners = found.seen.listeners
     if listeners is None:
         return []
-    closed: dict[Goal, list[str]] = {}
+    closed: dict[Goal, list[Family | None]] = {}
     rules: Counter[Goal] = Counter()
     for (family, goal), count in sorted(found.targets.items(), key=lambda item: item[0][1]):
         here = [s for s in listeners if s.protocol == goal.protocol and s.local[1] == goal.port]
@@ -119,16 +136,26 @@ def unanswered(found: Found) -> list[tuple[Goal, str]]:
         if goal.transparent:
             fitting = [s for s in fitting if s.transparent]
         if not fitting:
-            closed.setdefault(goal, []).append(family.value if family else "nftables")
+            closed.setdefault(goal, []).append(family)
             rules[goal] += count
-    return [
-        (
-            goal,
-            f"nobody listens on {goal} ({', '.join(families)}), to which {rules[goal]} "
-            f"{'rule sends' if rules[goal] == 1 else 'rules send'} traffic",
-        )
-        for goal, families in closed.items()
-    ]
+    return [Closed(goal, tuple(families), rules[goal]) for goal, families in closed.items()]
+
+
+def _served(found: Found, closed: list[Closed]) -> Family | None:
+    """Return the family for which alone somebody listens on all of these ports, if it is so."""
+    lost = {family for one in closed for family in one.families}
+    for family, other in permutations((Family.IPV4, Family.IPV6)):
+        if lost == {other} and all(_listens(found, one.goal, family) for one in closed):
+            return family
+    return None
+
+
+def _listens(found: Found, goal: Goal, family: Family) -> bool:
+    return any(
+        (one.protocol, one.local[1], one.local[0].version)
+        == (goal.protocol, goal.port, family.version)
+        for one in found.seen.listeners or ()
+    )
 
 
 def _stale(found: Found, pod: PodFact, life: tuple[str, ...]) -> Finding:
@@ -147,20 +174,27 @@ def _stale(found: Found, pod: PodFact, life: tuple[str, ...]) -> Finding:
 
 
 def _blackhole(
-    found: Found, closed: list[tuple[Goal, str]], life: tuple[str, ...], *, wants: bool | None
+    found: Found, closed: list[Closed], life: tuple[str, ...], *, wants: bool | None
 ) -> Finding:
-    ports = ", ".join(str(goal) for goal, _ in closed)
+    ports = ", ".join(str(one.goal) for one in closed)
     what = f"New connections are sent to {ports}, where nobody listens, and are refused. "
     if wants:
+        why = (
+            "The pod asks for its capture, so it is the proxy that is missing: it has not started "
+            "yet, or has ended."
+        )
+        if (served := _served(found, closed)) is not None:
+            what = f"New connections by {NAMES[closed[0].families[0]]} are sent to {ports}, where "
+            what += f"the proxy listens for {NAMES[served]} alone, and are refused. "
+            why = "The pod has addresses of both families, and its mesh is not made for both."
         return Finding(
             kind=Kind.BLACKHOLE,
             severity=Severity.WARNING,
             where=found.where(),
             objects=found.objects(),
             owner=found.owner,
-            evidence=(found.size(), *(said for _, said in closed), *life),
-            explanation=what + "The pod asks for its capture, so it is the proxy that is missing: "
-            "it has not started yet, or has ended.",
+            evidence=(found.size(), *map(str, closed), *life),
+            explanation=what + why,
             fix=f"intercept-agent check {found.command} --probe",
         )
     if wants is False and found.pod:
@@ -173,7 +207,7 @@ def _blackhole(
         where=found.where(),
         objects=found.objects(),
         owner=found.owner,
-        evidence=(found.size(), *(said for _, said in closed), *life),
+        evidence=(found.size(), *map(str, closed), *life),
         explanation=what + why,
         fix=_clean(found.command, Kind.BLACKHOLE),
         takes=found.takes(),

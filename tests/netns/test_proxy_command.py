@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 
 from agent.model import numbers
-from tests.support.conformance import cli
+from tests.containerd.kubelet import daemonset
+from tests.support.conformance import cli, cli_process
 from tests.support.netns import namespace, path_of
 from tests.support.proxy import (
     SPIFFE,
@@ -54,6 +55,18 @@ def test_ready_tells_the_state_and_who_listens(pod: str) -> None:
     table = cli("proxy", "ready", pod)
     assert table.code == 0
     assert f"{pod}: ready (Envoy is LIVE)" in table.stdout
+
+
+def test_the_agents_container_sees_who_listens_too(pod: str) -> None:
+    """It may trace processes, but not read every file, so none of another user shows its own."""
+    container = daemonset()["spec"]["template"]["spec"]["containers"][0]
+    rights = (f"+{name.lower()}" for name in container["securityContext"]["capabilities"]["add"])
+    within = ("setpriv", f"--bounding-set=-all,{','.join(rights)}", "--")
+    done = cli_process("proxy", "ready", pod, "-o", "json", within=within)
+    assert done.code == 0, done.stderr
+    sockets = [one for port in done.document["ports"] for one in port["sockets"]]
+    assert sockets
+    assert all(one["pid"] for one in sockets)
 
 
 def test_listeners_have_addresses_ports_names_and_what_they_are_for(pod: str) -> None:

@@ -205,16 +205,21 @@ def test_a_listener_that_tproxy_cannot_use_does_not_count(netns: str) -> None:
     assert not [line for line in found["evidence"] if "15001" in line]
 
 
+def injected_pod(netns: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSandbox:
+    """Return a pod for the fake runtime, which commands ask from now on."""
+    monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", f"unix://{folder}/c.sock")
+    monkeypatch.setenv("INTERCEPT_SOCKET", f"{folder}/none.sock")
+    pod = FakeSandbox(id="s1", netns=f"/run/netns/{netns}", labels={"app": "web"})
+    return changed(
+        pod, annotations={"sidecar.istio.io/status": json.dumps({"containers": ["istio-proxy"]})}
+    )
+
+
 def test_a_pod_without_its_label_is_stale_and_without_its_proxy_a_black_hole(
     netns: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(netns, left.SIDECAR)
-    monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", f"unix://{folder}/c.sock")
-    monkeypatch.setenv("INTERCEPT_SOCKET", f"{folder}/none.sock")
-    pod = FakeSandbox(id="s1", netns=f"/run/netns/{netns}", labels={"app": "web"})
-    injected = changed(
-        pod, annotations={"sidecar.istio.io/status": json.dumps({"containers": ["istio-proxy"]})}
-    )
+    injected = injected_pod(netns, folder, monkeypatch)
     unlabelled = changed(injected, labels={"sidecar.istio.io/inject": "false"})
 
     async def main() -> None:
@@ -232,6 +237,28 @@ def test_a_pod_without_its_label_is_stale_and_without_its_proxy_a_black_hole(
             cri.add(injected)
             found = await asyncio.to_thread(only, netns)
             assert (found["kind"], found["severity"]) == ("blackhole", "warning")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_proxy_that_listens_for_one_family_alone_is_not_called_missing(
+    netns: str, backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Istio's does so in pods of both families, unless the mesh is made for both."""
+    capture(netns, EVERYTHING, backend)
+    injected = injected_pod(netns, folder, monkeypatch)
+
+    async def main() -> None:
+        cri = FakeCri()
+        cri.add(injected)
+        async with serving(cri, folder / "c.sock"):
+            with listening(netns, 15001, 15006):
+                found = await asyncio.to_thread(only, netns)
+        assert (found["kind"], found["severity"]) == ("blackhole", "warning")
+        assert found["explanation"].startswith("New connections by IPv6 are sent to TCP port 15001")
+        assert "the proxy listens for IPv4 alone" in found["explanation"]
+        assert "missing" not in found["explanation"]
 
     asyncio.run(main())
 

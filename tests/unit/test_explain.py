@@ -218,6 +218,19 @@ def test_listener_on_one_address_only_does_not_take_what_is_redirected() -> None
     assert "listens on 10.1.0.2:15001 only" in one(found, "blackhole").seen
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_proxy_of_a_mesh_for_one_family_is_not_called_stopped(backend: str) -> None:
+    """Istio's listens on 0.0.0.0 alone, also in a pod of both families, if not told otherwise."""
+    only = tuple(listener(p, ENVOY, address="0.0.0.0", dual=False) for p in (15001, 15006))
+    found = explain(facts(state=captured(backend=backend), backend=backend, listeners=only))
+    hole = one(found, "blackhole")
+    assert hole.severity is Severity.WARNING
+    assert hole.seen.startswith("new connections (out, in) by IPv6 are sent to 15001 and 15006")
+    assert hole.means.startswith("the proxy listens for IPv4 alone")
+    assert hole.fix == ""
+    assert found.summary == "captured, and should be; as it should be"
+
+
 # --- label and annotation, then and now -----------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agent.explain.finding import WORST_FIRST, Finding, Severity
-from agent.explain.pod import expiry, labels
+from agent.explain.pod import expiry, labels, refused
 from agent.explain.pod.exemptions import Exemption, captures_dns, exemptions
 from agent.explain.pod.facts import Facts
 from agent.explain.pod.flows import Fate, Flow, flows
@@ -203,27 +203,8 @@ def _stale(seen: Explanation) -> Iterator[Finding]:
 
 
 def _blackhole(seen: Explanation) -> Iterator[Finding]:
-    """Rules that lead to a port where nobody listens: connections are refused."""
-    lost = [flow for flow in seen.flows if flow.fate is Fate.REFUSED]
-    if not lost or not seen.captured:
-        return
-    ports = " and ".join(sorted({str(flow.port) for flow in lost}))
-    where = lost[0].result.partition(", ")[2]
-    ways = ", ".join(dict.fromkeys(flow.direction for flow in lost))
-    fix = f"intercept-agent remove --netns {seen.facts.target}"
-    means = "start it, or take the capture out:"
-    if seen.should_be is not False and seen.facts.pod is not None:
-        if seen.reason == labels.NAMED:  # by the configuration of the agent, which keeps it
-            means, fix = "start it, or take it out of the agent's configuration", ""
-        else:
-            means, fix = "its log says why:", labels.proxy_command(seen.facts)
-    yield Finding(
-        kind="blackhole",
-        severity=Severity.CRITICAL,
-        seen=f"new connections ({ways}) are sent to {ports}, {where}",
-        means=f"the proxy is stopped or not ready yet; {means}",
-        fix=fix,
-    )
+    if seen.captured:
+        yield from refused.found(seen.facts, seen.flows, seen.should_be, seen.reason)
 
 
 def _differs(seen: Explanation) -> Iterator[Finding]:
