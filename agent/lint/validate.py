@@ -201,15 +201,18 @@ def _annotations(pod: Pod) -> Mapping[str, str]:
 
 
 def _variables(pod: Pod) -> dict[str, str]:
-    """Return the variables of the proxy that an annotation asks the injector for."""
+    """Return the variables that the injector gives to the proxy because an annotation says so."""
     try:
         root = yaml_tree.read(pod.annotation(CONFIG) or "")
     except yaml_tree.YamlError:
         return {}
     config = yaml_tree.plain(root, yaml_scalars.kubernetes)
-    found = config.get("proxyMetadata") if isinstance(config, Mapping) else None
-    texts = found.items() if isinstance(found, Mapping) else ()
-    return {name: value for name, value in texts if isinstance(value, str)}
+    if not isinstance(config, Mapping):
+        return {}
+    found = config.get("proxyMetadata")
+    said = dict(found) if isinstance(found, Mapping) else {}
+    said.setdefault(names.MODE_VARIABLE, config.get("interceptionMode"))
+    return {name: value for name, value in said.items() if isinstance(value, str)}
 
 
 def _warnings(found: _Found, spec: Mapping[str, Any]) -> Iterator[Note]:

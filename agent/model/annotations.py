@@ -280,6 +280,15 @@ def injected_names(status: str) -> frozenset[str] | None:
     return frozenset().union(*found) if found else None
 
 
+def are_injectors(pod: Pod) -> bool:
+    """Whether the lists are what the injector wrote, for the mesh as a whole or for the pod.
+
+    Beside a CNI plugin it writes these four into each pod, with its own ports among them.
+    """
+    written = pod.annotations or {}
+    return all(name in written for name in (STATUS, MODE, INCLUDE_INBOUND, EXCLUDE_INBOUND))
+
+
 def _injected(status: str, key: str) -> frozenset[str] | None:
     try:
         document = json.loads(status)

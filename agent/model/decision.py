@@ -246,7 +246,7 @@ def _proxy_type(pod: Pod, namespace: Namespace, policy: Policy) -> Decision | No
         return None
     args = pod.proxy.args if pod.proxy else ()
     # `proxy` alone, or with flags behind it, is a sidecar: that is the default of its command line.
-    if len(args) < 2 or args[0] != "proxy" or args[1] == "sidecar" or args[1].startswith("-"):
+    if len(args) < 2 or args[0] != "proxy" or args[1] in ("", "sidecar") or args[1].startswith("-"):
         return None
     return _left(
         Reason.PROXY_TYPE,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from agent.model import annotations as names
 from agent.model.decision import Decision, Reason, decide
-from agent.model.mesh import templates
+from agent.model.mesh import inject_word, templates
 from agent.model.pod import PROXY, Container, Namespace, Pod, Policy
 from agent.model.values import TRUE_WORDS
 
@@ -34,8 +34,8 @@ def foresee(
         text = f"{asked}, so the injector adds a sidecar" if found.captured else found.text
         return replace(found, text=text)
     found = decide(pod, namespace, policy)
-    unsaid = pod.label(names.INJECT) or pod.annotation(names.INJECT) or "true"
-    if found.reason is Reason.NOT_INJECTED and namespace.labels is None and unsaid == "true":
+    open_to = inject_word(pod)[1] != "false"
+    if found.reason is Reason.NOT_INJECTED and namespace.labels is None and open_to:
         where = f"namespace {namespace.name}" if namespace.name else "its namespace"
         text = f"{found.text}; one is added if {where} has label {names.INJECTION}=enabled"
         return replace(found, text=text, certain=False)
@@ -43,17 +43,18 @@ def foresee(
 
 
 def asks(pod: Pod, namespace: Namespace) -> str:
-    """Return what makes the injector add a sidecar, as text, or nothing."""
-    label, annotation = pod.label(names.INJECT), pod.annotation(names.INJECT)
-    said = annotation if label is None else label
+    """Return what makes the injector add a sidecar, as text, or nothing.
+
+    A word that is neither true nor false leaves it to the namespace.
+    """
     of_namespace = namespace.labels or {}
-    if said not in (None, "", "true") or of_namespace.get(names.INJECTION) == "disabled":
+    if inject_word(pod)[1] == "false" or of_namespace.get(names.INJECTION) == "disabled":
         return ""
     if of_namespace.get(names.INJECTION) == "enabled":
         return f"label {names.INJECTION} of namespace {namespace.name} is 'enabled'"
     if of_namespace.get(names.REVISION):
         return f"namespace {namespace.name} has label {names.REVISION}"
-    if label == "true":
+    if pod.label(names.INJECT) == "true":
         return f"label {names.INJECT} of the pod is 'true'"
     return f"the pod has label {names.REVISION}" if pod.label(names.REVISION) else ""
 

@@ -56,7 +56,7 @@ def notes(pod: Pod, raw: Mapping[str, object] | None) -> tuple[Note, ...]:
         settings = parse(parsable(raw))
         found += (_proxy(pod, settings), _collisions(pod, settings), _deprecated(pod))
         found += (_inbound(pod, settings), _outbound(pod, settings))
-        found += (_networks(settings), _masked(pod))
+        found += (_networks(pod, settings), _masked(pod))
     return tuple(note for kind in found for note in islice(kind, MAX_OF_A_KIND))
 
 
@@ -201,7 +201,7 @@ def _inbound(pod: Pod, settings: Settings) -> Iterator[Note]:
         for hole in names.listed_ports(written.get(names.EXCLUDE_INBOUND, ""))
         if not _touches(included, hole)
     ]
-    if idle:
+    if idle and not names.are_injectors(pod):
         yield _at(
             names.EXCLUDE_INBOUND,
             f"annotation {names.EXCLUDE_INBOUND} has no effect where {names.INCLUDE_INBOUND} does "
@@ -212,7 +212,8 @@ def _inbound(pod: Pod, settings: Settings) -> Iterator[Note]:
 def _outbound(pod: Pod, settings: Settings) -> Iterator[Note]:
     outbound = settings.outbound_ip_ranges_include or settings.outbound_ports_include
     anything = outbound or settings.dns_active
-    for name in (names.EXCLUDE_OUTBOUND, names.EXCLUDE_NETWORKS):
+    written = () if names.are_injectors(pod) else (names.EXCLUDE_OUTBOUND, names.EXCLUDE_NETWORKS)
+    for name in written:
         if (pod.annotation(name) or "").strip(" ,") and not anything:
             yield _at(name, f"annotation {name} has no effect: no outbound traffic is captured")
     excluded = names.covered(settings.outbound_ports_exclude)
@@ -248,7 +249,7 @@ def _ports(spans: list[Span]) -> str:
     return f"port {_text(spans)} is" if single else f"ports {_text(spans)} are (at least in part)"
 
 
-def _networks(settings: Settings) -> Iterator[Note]:
+def _networks(pod: Pod, settings: Settings) -> Iterator[Note]:
     include = settings.outbound_ip_ranges_include
     if max(len(include.items), len(settings.outbound_ip_ranges_exclude)) > MAX_NETWORKS:
         return
@@ -268,6 +269,8 @@ def _networks(settings: Settings) -> Iterator[Note]:
                 f"outbound network {text} is included and excluded, so it is not captured",
             )
     if include.everything or not include.items or settings.outbound_ports_include:
+        return
+    if names.are_injectors(pod):
         return
     for hole in settings.outbound_ip_ranges_exclude:
         if not any(_inside(hole, one) or _inside(one, hole) for one in include.items):

@@ -325,6 +325,7 @@ def test_settings_of_a_golden_pod_are_those_of_the_golden(case: Mapping[str, Any
         ({"proxy": {"args": ["proxy", "router"]}}, "proxy-type", "'router'"),
         ({"proxy": {"args": ["proxy", "sidecar"]}}, "injected", ""),
         ({"proxy": {"args": ["proxy", "--domain", "x"]}}, "injected", ""),
+        ({"proxy": {"args": ["proxy", ""]}}, "injected", ""),
         ({"proxy": {"args": ["sh", "router"]}}, "injected", ""),
         ({"init": ({"name": "istio-init"},)}, "init-container-captures", "istio-init"),
         ({"proxy": {"name": "other"}}, "not-injected", "no container is named istio-proxy"),
@@ -747,6 +748,22 @@ def test_lists_that_do_what_they_say_are_not_told() -> None:
         names.EXCLUDE_INBOUND: "22",
     }
     assert decided(document(said)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {names.INCLUDE_INBOUND: "", names.EXCLUDE_INBOUND: "15020"},
+        {names.INCLUDE_INBOUND: "80,443", names.EXCLUDE_INBOUND: "22,15020"},
+        {names.INCLUDE_NETWORKS: "172.16.0.0/12", names.EXCLUDE_NETWORKS: "10.1.0.0/16"},
+        {names.INCLUDE_NETWORKS: "", names.EXCLUDE_OUTBOUND: "5432"},
+    ],
+)
+def test_list_that_the_injector_wrote_is_not_held_against_the_pod(said: dict[str, str]) -> None:
+    """Beside a CNI plugin it writes them into each pod: the mesh's own values, its ports added."""
+    always = {names.MODE: "REDIRECT", names.INCLUDE_INBOUND: "*", names.EXCLUDE_INBOUND: "15020"}
+    found = decided(document({**always, **said}))
+    assert (found.captured, found.warnings) == (True, ())
 
 
 def test_pod_of_which_nothing_is_captured_is_told() -> None:

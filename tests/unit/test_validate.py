@@ -135,6 +135,33 @@ def test_variables_for_the_proxy_that_the_manifest_asks_for_count() -> None:
     assert found.settings["redirect_dns"] is True
 
 
+@pytest.mark.parametrize(
+    ("own", "mode"), [("", "TPROXY"), (f'{names.MODE}: "REDIRECT", ', "REDIRECT")]
+)
+def test_mode_of_the_proxy_that_the_manifest_asks_for_counts(own: str, mode: str) -> None:
+    config = f"{{{own}proxy.istio.io/config: 'interceptionMode: TPROXY'}}"
+    (found,) = linted(template("Pod", annotations=config)).documents
+    assert found.settings is not None
+    assert found.settings["inbound_interception_mode"] == mode
+
+
+@pytest.mark.parametrize("kind", ["labels", "annotations"])
+@pytest.mark.parametrize(("injection", "captured"), [("enabled", True), ("disabled", False)])
+def test_word_that_the_injector_does_not_know_leaves_it_to_the_namespace(
+    kind: str, injection: str, captured: bool
+) -> None:
+    """Istio logs that it falls back to its default, and so does its plugin."""
+    text = f"""
+        kind: Namespace
+        metadata: {{name: shop, labels: {{istio-injection: {injection}}}}}
+        ---
+        kind: Pod
+        metadata: {{name: a, namespace: shop, {kind}: {{sidecar.istio.io/inject: "no"}}}}
+        spec: {{containers: [{{name: app}}]}}
+    """
+    assert [one.captured for one in linted(text).documents] == [None, captured]
+
+
 def test_members_of_lists_are_documents_with_lines_and_paths_of_their_own() -> None:
     text = f"""
         kind: List
