@@ -36,8 +36,9 @@ def missing_for(base: Path) -> str | None:
     if base.exists() or _is_in_bpffs(place) or not _mounts_alone():
         return None
     return (
-        f"no bpffs is mounted at {place}, and one that is mounted from here would end with this "
-        f"container or service, and every capture with it; on the node, mount -t bpf bpf {place}"
+        f"no bpffs is seen at {place} from here (a container, a service, `ip netns exec`), and one "
+        "that is mounted here would go again, and every capture with it; on the node, "
+        f"mount -t bpf bpf {place}"
     )
 
 
