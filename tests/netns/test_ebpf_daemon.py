@@ -77,6 +77,7 @@ def forget_entry(name: str) -> None:
 
 DRIFT: Mapping[str, Callable[[str], object]] = {
     "connect4 was detached": lambda name: detach(bpf_pins.links() / "connect4"),
+    "the pin of the map captures is gone": lambda _: (bpf_pins.base() / "maps/captures").unlink(),
     "original_dst is not attached": lambda name: (bpf_pins.links() / "original_dst").unlink(),
     "inbound connections was detached": lambda name: detach(bpf_pins.pod_pin(cookie(name))),
     "inbound connections is not attached": lambda name: bpf_pins.pod_pin(cookie(name)).unlink(),
