@@ -31,6 +31,7 @@ COMMANDS = {
 }
 
 
+WRITING = frozenset({"apply", "remove", "clean", "cni"})
 VERBOSE = "say more on stderr"
 
 
@@ -104,17 +105,25 @@ def _completed(command: str, words: list[str]) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 to 4 as the contract has them, 70 for a bug."""
-    given = list(sys.argv[1:] if words is None else words)
+    with output.speaking():
+        return _main(list(sys.argv[1:] if words is None else words))
+
+
+def _main(given: list[str]) -> int:
     command = next((word for word in given if not word.startswith("-")), "")
     _refuse_unknown(command)
+    code: int | None = None
     try:
-        arguments, unknown = _parser(command).parse_known_args(_completed(command, given))
-        if unknown:
-            arguments.parser.refuse(unknown)
-        code = 0
-        with output.printing():
+        with output.printing(late=command in WRITING):
+            arguments, unknown = _parser(command).parse_known_args(_completed(command, given))
+            if unknown:
+                arguments.parser.refuse(unknown)
             code = int(arguments.run(arguments))
-        return code
+        return code or 0
+    except output.Unwritable as error:
+        failed = output.fail(error)
+        # 3 would say that nothing was touched.
+        return code if code is not None and command in WRITING else failed
     except AgentError as error:
         return output.fail(error)
     except OSError as error:  # no more files, processes or memory

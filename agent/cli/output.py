@@ -35,18 +35,93 @@ def harmless(text: str) -> str:
     return STEERING.sub(lambda found: found[1] or ascii(found[0])[1:-1], text)
 
 
-class _Terminal:
-    """A terminal as standard output, which nothing that is written can steer."""
+class Unwritable(AgentError):
+    """What was printed went nowhere, such as to a full disk; what was done is done all the same."""
 
-    def __init__(self, screen: TextIO) -> None:
-        self._screen = screen
 
-    def write(self, text: str) -> int:
-        self._screen.write(harmless(text))
-        return len(text)
+class _Stream:
+    """A stream that is the one given, but for what it does with what is written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._screen, name)
+        return getattr(self._stream, name)
+
+
+class _Output(_Stream):
+    """Standard output, which steers no terminal, and says so when it cannot be written."""
+
+    def __init__(self, stream: TextIO, *, late: bool) -> None:
+        super().__init__(stream)
+        self._watched = stream.isatty()
+        self._late = late
+        self._lost: Unwritable | None = None
+
+    def write(self, text: str) -> int:
+        with self._told():
+            self._stream.write(harmless(text) if self._watched else text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._told():
+            self._stream.flush()
+
+    def end(self) -> None:
+        """Flush, and raise what was kept for the end."""
+        self.flush()
+        if self._lost is not None:
+            raise self._lost
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _discard(self._stream)
+            lost = Unwritable(f"cannot write the output: {error.strerror}")
+            if not self._late:
+                raise lost from error
+            self._lost = lost
+
+
+class _Errors(_Stream):
+    """Standard error: whether anybody can read it changes nothing."""
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError:
+            _discard(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _discard(self._stream)
+
+
+@contextlib.contextmanager
+def speaking() -> Iterator[None]:
+    """Have three standard streams in here, whichever of them were closed before the start.
+
+    Else a file of ours would take the number of one that is closed, and what is said end up there.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+    if sys.stdin is None:
+        sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+    if sys.stdout is None:
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False))
+    errors = sys.stderr or io.StringIO()
+    with contextlib.redirect_stderr(_Errors(errors)):
+        yield
 
 
 def watched() -> bool:
@@ -70,8 +145,10 @@ def print_json(document: object) -> None:
 
 
 @contextlib.contextmanager
-def printing() -> Iterator[None]:
+def printing(*, late: bool = False) -> Iterator[None]:
     """Print to a reader who may leave early (`| head`): that changes no exit code.
+
+    `late` is for what has more to do than to print: that it cannot be told is said at the end.
 
     All that is written in here is flushed, because at the end of the process it would be too late
     to do anything about a reader who has gone.
@@ -79,22 +156,25 @@ def printing() -> Iterator[None]:
     Much of it was written by others, such as comments of rules: it cannot steer a terminal, and it
     may hold bytes that are no text.
     """
-    if sys.stdout is None:  # it was closed before the start
-        sys.stdout = io.StringIO()
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
         out.reconfigure(errors="backslashreplace")
     try:
-        with contextlib.redirect_stdout(_Terminal(out) if out.isatty() else out):
-            yield
-            sys.stdout.flush()
+        with contextlib.redirect_stdout(_Output(out, late=late)) as printed:
+            try:
+                yield
+            except SystemExit:  # of --help and --version, which print, too
+                printed.end()
+                raise
+            printed.end()
     except BrokenPipeError:
-        _discard_stdout()
+        _discard(sys.stdout)
 
 
-def _discard_stdout() -> None:
+def _discard(stream: TextIO) -> None:
+    """Have nothing more come of what is written to a stream, or has been and is on its way."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, stream.fileno())
     os.close(null)
 
 

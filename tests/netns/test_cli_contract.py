@@ -1,6 +1,7 @@
 """The command line as its contract has it: JSON shapes, exit codes, names and their precedence."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -248,6 +249,52 @@ def test_tables_for_people_are_short_plain_lines(netns: str) -> None:
         assert netns in text
         assert words_in_it in text
         assert "\033" not in text
+
+
+FULL = "/dev/full"
+
+
+def shell(line: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command, which is `"$@"` in the line."""
+    return subprocess.run(
+        ("sh", "-c", line, "sh", sys.executable, "-m", "agent.cli.main", *words),
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_told_and_what_was_done_counts(
+    unbuffered: str, netns: str
+) -> None:
+    def run(*words: str) -> tuple[int, str]:
+        done = shell(f'"$@" > {FULL}', *words, PYTHONUNBUFFERED=unbuffered)
+        return done.returncode, done.stderr
+
+    said = "error: cannot write the output: No space left on device\n"
+    assert run("apply", "--netns", netns, "-b", "80") == (0, said)
+    assert cli("check", "--netns", netns).code == 0
+    assert run("check", "--netns", netns) == (3, said)
+    assert run("plan", "--output", "json") == (3, said)
+    assert run("plan", "--help") == (3, said)
+    assert run("remove", "--netns", netns) == (0, said)
+    assert loaded(netns, "iptables-nft", 4) == {}
+
+
+@pytest.mark.parametrize("closed", ["2>&-", f"2> {FULL}", "<&- 2>&-"])
+def test_errors_that_nobody_can_read_change_nothing(closed: str, netns: str) -> None:
+    """Nor do they end up on the standard output, which may be a document."""
+    done = shell(f'"$@" {closed}', "scan", "--netns", netns)
+    assert (done.returncode, done.stdout.count("nothing found")) == (0, 1)
+    done = shell(f'"$@" {closed}', "apply", "--netns", netns, "-u", "2000", "--output", "json")
+    assert (done.returncode, json.loads(done.stdout)["changed"]) == (0, True)
+    done = shell(f'"$@" {closed}', "check", "--netns", netns, "-v", "--output", "json")
+    assert (done.returncode, json.loads(done.stdout)["in_sync"]) == (0, True)
+    assert shell(f'"$@" {closed}', "plan", "-b", "x").returncode == 2
+    assert shell(f'"$@" {closed}', "plan", "--nonsense").returncode == 2
 
 
 def test_reader_that_goes_away_early_is_no_failure() -> None:
