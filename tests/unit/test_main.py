@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -109,3 +110,31 @@ def test_start_of_a_command_does_not_look_the_version_up() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+INTERRUPTED = """
+import os, signal, sys
+from agent.cli.start import main
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "agent.cli.output":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv[1:] = ["plan"]
+signal.signal(signal.SIGINT, {handler})
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "code"),
+    [("signal.default_int_handler", -signal.SIGINT), ("signal.SIG_IGN", 0)],
+)
+def test_command_that_is_interrupted_while_it_loads_shows_no_traceback(
+    handler: str, code: int
+) -> None:
+    program = INTERRUPTED.format(handler=handler)
+    root = Path(__file__).parents[2]
+    words = (sys.executable, "-c", program)
+    done = subprocess.run(words, cwd=root, capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stderr) == (code, "")
