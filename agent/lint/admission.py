@@ -10,9 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from agent.model import annotations as names
 from agent.model.note import Note
 from agent.model.pod import Pod
-from agent.model.values import INTERFACE_NAME, MAX_PORT, NETWORK, shown
+from agent.model.values import FALSE_WORDS, INTERFACE_NAME, MAX_PORT, NETWORK, TRUE_WORDS, shown
 
 INTERFACES = f"{names.TRAFFIC}excludeInterfaces"
+COUNTS = tuple(
+    f"readiness.status.sidecar.istio.io/{name}"
+    for name in ("initialDelaySeconds", "periodSeconds", "failureThreshold")
+)
+QUANTITIES = tuple(
+    f"{names.SIDECAR}proxy{name}" for name in ("CPU", "CPULimit", "Memory", "MemoryLimit")
+)
+MERGE_METRICS = "prometheus.istio.io/merge-metrics"
 
 
 def _port(item: str) -> bool:
@@ -22,6 +30,15 @@ def _port(item: str) -> bool:
 
 def _network(item: str) -> bool:
     return NETWORK.fullmatch(item) is not None and "/" in item
+
+
+def _count(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,10}", text) is not None and int(text) < 2**32
+
+
+def _quantity(text: str) -> bool:
+    number = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)"
+    return re.fullmatch(rf"{number}([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]+)?", text) is not None
 
 
 def _interface(item: str) -> bool:
@@ -40,14 +57,22 @@ _TAKEN: Mapping[str, Callable[[str], bool]] = {
     names.EXCLUDE_OUTBOUND: _list_of(_port),
     names.INCLUDE_NETWORKS: _list_of(_network, "*"),
     names.EXCLUDE_NETWORKS: _list_of(_network),
-    INTERFACES: _list_of(_interface),
+    **dict.fromkeys((INTERFACES, names.REROUTE, names.KUBEVIRT), _list_of(_interface)),
+    **dict.fromkeys(COUNTS, _count),
+    **dict.fromkeys(QUANTITIES, _quantity),
+    MERGE_METRICS: lambda text: text in TRUE_WORDS | FALSE_WORDS,
 }
 _WANTED = {
     names.MODE: f"{', '.join(names.MODES[:-1])} or {names.MODES[-1]}",
     names.STATUS_PORT: "one port",
     names.INCLUDE_NETWORKS: "'*', or ADDRESS/PREFIX between commas, without blanks",
     names.EXCLUDE_NETWORKS: "ADDRESS/PREFIX between commas, without blanks",
-    INTERFACES: "names between commas, none of them empty",
+    **dict.fromkeys(
+        (INTERFACES, names.REROUTE, names.KUBEVIRT), "names between commas, none of them empty"
+    ),
+    **dict.fromkeys(COUNTS, "a whole number"),
+    **dict.fromkeys(QUANTITIES, "a quantity, such as 100m or 128Mi"),
+    MERGE_METRICS: "true or false",
 }
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agent.formats import kube, yaml_scalars, yaml_tree
+from agent.formats import kube
 from agent.formats import pod as pods
-from agent.lint import admission, metadata
+from agent.lint import admission, metadata, proxy_config
 from agent.lint import pods as pod_checks
 from agent.lint.manifest import Manifest, manifests
 from agent.lint.report import Problem, Report, Severity, Verdict
@@ -29,7 +29,6 @@ _CAPTURED = frozenset({Reason.INJECTED, Reason.INVALID_ANNOTATIONS, Reason.RUNTI
 MAX_ANNOTATIONS = 256 * 1024  # bytes of names and values together (TotalAnnotationSizeLimitB)
 NO_POD = "no-pod"
 INVALID = "invalid-manifest"
-CONFIG = "proxy.istio.io/config"
 
 
 def validate(
@@ -174,7 +173,7 @@ class _Check:
         # Unlike a running pod's, a manifest without labels or annotations is known to have none.
         pod = replace(pod, labels=pod.labels or {}, annotations=pod.annotations or {})
         pod = replace(pod, containers=pod.containers or ())
-        decision = foresee(pod, self._namespace, self._policy, _variables(pod))
+        decision = foresee(pod, self._namespace, self._policy, proxy_config.variables(pod))
         ambient = self._policy.mode == AMBIENT and not asks(pod, self._namespace)
         if ambient and ambient_pod.asks(pod, self._namespace):
             return _Found(pod, ambient_pod.mistakes(pod), decision, ambient=True)
@@ -200,21 +199,6 @@ def _annotations(pod: Pod) -> Mapping[str, str]:
     return pod.annotations or {}
 
 
-def _variables(pod: Pod) -> dict[str, str]:
-    """Return the variables that the injector gives to the proxy because an annotation says so."""
-    try:
-        root = yaml_tree.read(pod.annotation(CONFIG) or "")
-    except yaml_tree.YamlError:
-        return {}
-    config = yaml_tree.plain(root, yaml_scalars.kubernetes)
-    if not isinstance(config, Mapping):
-        return {}
-    found = config.get("proxyMetadata")
-    said = dict(found) if isinstance(found, Mapping) else {}
-    said.setdefault(names.MODE_VARIABLE, config.get("interceptionMode"))
-    return {name: value for name, value in said.items() if isinstance(value, str)}
-
-
 def _warnings(found: _Found, spec: Mapping[str, Any]) -> Iterator[Note]:
     pod, decision = found.pod, found.decision
     if found.ambient:
@@ -224,6 +208,7 @@ def _warnings(found: _Found, spec: Mapping[str, Any]) -> Iterator[Note]:
     yield from remarks.notes(right, raw if found.may_be else None)
     if found.may_be:
         yield from admission.refused(right)
+        yield from proxy_config.refused(right)
         yield from pod_checks.ports(pod, spec)
     else:
         yield from _without_effect(pod, decision)

@@ -239,7 +239,7 @@ def test_misspelt_name_is_told_with_the_nearest_known_one(name: str, meant: str)
     ],
 )
 def test_names_that_are_right_or_nobody_of_ours_are_not_judged(name: str) -> None:
-    assert linted(template("Deployment", annotations=f'{{{name}: "x"}}')).problems == ()
+    assert linted(template("Deployment", annotations=f'{{{name}: "1"}}')).problems == ()
 
 
 def test_names_on_the_workload_that_belong_to_its_pods_are_told_with_their_place() -> None:
@@ -387,6 +387,19 @@ def test_bad_value_is_an_error_where_it_stands(name: str, value: str, word: str)
         (names.STATUS_PORT, "0", False),
         (f"{TRAFFIC}excludeInterfaces", "eth1,", True),
         (f"{TRAFFIC}excludeInterfaces", "eth1, net.2", False),
+        (names.REROUTE, "tap0,", True),
+        ("readiness.status.sidecar.istio.io/periodSeconds", "2s", True),
+        ("readiness.status.sidecar.istio.io/periodSeconds", "2", False),
+        ("sidecar.istio.io/proxyCPU", "100 m", True),
+        ("sidecar.istio.io/proxyCPU", "100m", False),
+        ("sidecar.istio.io/proxyMemoryLimit", "1.5Gi", False),
+        ("prometheus.istio.io/merge-metrics", "yes", True),
+        ("prometheus.istio.io/merge-metrics", "false", False),
+        ("proxy.istio.io/config", "holdApplicationUntilProxyStarts: true: x", True),
+        ("proxy.istio.io/config", "holdApplicationUntilProxyStarts", True),
+        ("proxy.istio.io/config", "proxyMetadata: {ISTIO_META_DNS_CAPTURE: true}", True),
+        ("proxy.istio.io/config", "proxyMetadata: {ISTIO_META_DNS_CAPTURE: 'true'}", False),
+        ("proxy.istio.io/config", "concurrency: 2", False),
     ],
 )
 def test_value_that_only_the_injector_refuses_is_told(name: str, value: str, refused: bool) -> None:
