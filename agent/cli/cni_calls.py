@@ -20,6 +20,8 @@ from agent.observe.metrics import Metrics
 BAD_CONTENT, TRY_LATER, REFUSED, NOT_IN_SYNC = 6, 11, 101, 102
 # The list of a GC: the name in the specification, and the one that libcni sends besides.
 ATTACHMENTS = ("cni.dev/valid-attachments", "cni.dev/attachments")
+# What runtimes call a pod's interface to its own network.
+MAIN = "eth0"
 
 Environment = Mapping[str, str]
 Conf = Mapping[str, Any]
@@ -76,6 +78,7 @@ class CniCalls:
 
     async def _add(self, environment: Environment, conf: Conf) -> Refusal | None:
         """Capture the pod before its first process runs. Asked again, it changes nothing."""
+        self._roster.begin(environment.get("CONTAINERID", ""))
         pod, decision = await self._decide(environment, conf)
         if decision.refuse:
             self._events.add("refused", pod.title, decision.message)
@@ -130,9 +133,12 @@ class CniCalls:
 
         Runtimes repeat the DEL of a sandbox after the same pod has got a new one: that one stays.
         """
+        sandbox_id = environment.get("CONTAINERID", "")
+        if environment.get("IFNAME") == MAIN:  # of a further interface the pod may live on
+            self._roster.end(sandbox_id)
         key = self._key(kube.cni(environment.get("ARGS", "")), environment)
         known = self._reconciler.pods.get(key)
-        if known is None or known.wish.sandbox_id == environment.get("CONTAINERID"):
+        if known is None or known.wish.sandbox_id == sandbox_id:
             await self._roster.forget(key)
         self._seen()
         return None

@@ -1,7 +1,9 @@
 """Which pods are on the node by what every source says, and what is decided about each."""
 
 import asyncio
+import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -30,6 +32,9 @@ from agent.node.static_source import identity_of
 log = logging.getLogger(__name__)
 
 PLUGIN = "cni"
+ENDED = (
+    1024  # sandboxes that are remembered: a runtime lists one for seconds after its network ended
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class Roster:
         self._tell = tell
         self._remarks: dict[str, set[tuple[str, str]]] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
+        self._ended: deque[str] = deque(maxlen=ENDED)
 
     async def remember(self) -> None:
         """Keep the pods that only the plugin told of before the agent was started."""
@@ -75,7 +81,8 @@ class Roster:
     def hear(self, source: str, update: Update) -> None:
         """Take in what a source says of the pods of the node."""
         if isinstance(update, Changed):
-            self.describe(source, update.pod)
+            if update.pod.sandbox_id not in self._ended:
+                self.describe(source, update.pod)
         elif isinstance(update, Gone):
             self._gone(source, pod_key(source, *update.key))
         elif isinstance(update, Described):
@@ -83,6 +90,8 @@ class Roster:
         elif isinstance(update, Snapshot):
             keep = {pod_key(source, *key) for key in update.unknown}
             for record in update.pods:
+                if record.sandbox_id in self._ended:
+                    continue
                 keep.add(self.describe(source, record).wish.key)
             for key, known in list(self._reconciler.pods.items()):
                 # What the plugin told first becomes the runtime's with its first list.
@@ -157,6 +166,20 @@ class Roster:
             "namespace_labels": None if namespace.labels is None else dict(namespace.labels),
             "namespace_left": namespace.left,
         }
+
+    def begin(self, sandbox_id: str) -> None:
+        """Take a sandbox for one that is there, whatever became of it before."""
+        with contextlib.suppress(ValueError):
+            self._ended.remove(sandbox_id)
+
+    def end(self, sandbox_id: str) -> None:
+        """Take a sandbox for one that ends: its network is taken down.
+
+        The runtime lists it as one that is ready for a moment more, and takes its namespace away
+        meanwhile: looked at again it would be a pod that cannot be captured.
+        """
+        self.begin(sandbox_id)  # so that it is there once
+        self._ended.append(sandbox_id)
 
     async def forget(self, key: str) -> None:
         """Stop keeping a pod that is gone, whoever told of it."""

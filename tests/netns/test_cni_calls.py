@@ -229,3 +229,21 @@ def test_check_names_what_differs(folder: Path, netns: str, tampering: str, said
         assert "shop/web is not captured as it should be: " in answer["msg"]
         assert said in answer["msg"]
         assert agent.cni("CHECK", netns, annotations={}) == (0, None)
+
+
+def test_pod_that_is_deleted_is_not_looked_at_while_the_runtime_still_lists_it(
+    folder: Path, netns: str
+) -> None:
+    """A runtime lists it as ready for a moment more, in which its namespace is gone already."""
+    args = ARGS.replace("u1", "web")
+    with Runtime(folder / "cri.sock") as runtime:
+        endpoint = f"unix://{runtime.socket}"
+        with namespace("gone") as gone, running(folder, cri={"endpoint": endpoint}) as agent:
+            runtime.run("web", gone, annotations=INJECTED)
+            wait_for(lambda: agent.state("web") == "in-sync")
+            assert agent.cni("DEL", gone, container="web", args=args) == (0, None)
+            run("ip", "netns", "del", gone)
+            runtime.run("next", netns, annotations=INJECTED)
+            wait_for(lambda: agent.state("next") == "in-sync")
+            assert known(agent) == {"next"}
+            assert "failed" not in agent.kinds()

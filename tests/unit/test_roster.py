@@ -25,7 +25,7 @@ WEB = PodRecord(
     netns="/proc/self/ns/net",
     annotations={STATUS: "{}", EXCLUDE_INBOUND: "9000"},
 )
-PLAIN = replace(WEB, name="plain", uid="u2", annotations={})
+PLAIN = replace(WEB, name="plain", uid="u2", sandbox_id="s9", annotations={})
 STATIC = replace(WEB, namespace="static", name="one", uid="", settings={"redirect_dns": "true"})
 POLICY = Policy(exclude_namespaces=(), defaults={"drop_invalid": "true"})
 
@@ -76,6 +76,27 @@ def test_pods_follow_what_their_own_source_says(tmp_path: Path) -> None:
         scene.roster.hear("cri", Snapshot(source="cri", pods=(), unknown=frozenset({PLAIN.key})))
         await until(lambda: scene.captured() == {"plain": False, "one": True})
         assert set(scene.roster.entries) == {"pod/shop/plain/u2", "static/static/one/"}
+
+    play(tmp_path, part)
+
+
+def test_sandbox_that_ends_is_not_kept_again_while_the_runtime_lists_it(tmp_path: Path) -> None:
+    """It is listed as ready until its last process has ended; its namespace goes before that."""
+
+    async def part(scene: Scene) -> None:
+        listed = Snapshot(source="cri", pods=(WEB, PLAIN))
+        scene.roster.hear("cri", listed)
+        scene.roster.end("s1")
+        await scene.roster.forget("pod/shop/web/u1")
+        scene.roster.hear("cri", listed)
+        scene.roster.hear("cri", Changed(source="cri", pod=WEB))
+        assert scene.captured() == {"plain": False}
+        scene.roster.hear("cri", Changed(source="cri", pod=replace(WEB, sandbox_id="s2")))
+        assert scene.captured() == {"web": True, "plain": False}
+        await scene.roster.forget("pod/shop/web/u1")
+        scene.roster.begin("s1")
+        scene.roster.hear("cri", listed)
+        assert scene.captured() == {"web": True, "plain": False}
 
     play(tmp_path, part)
 
