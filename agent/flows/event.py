@@ -44,7 +44,7 @@ class Event:
     Outbound, `asked` is where the process wanted to go and `went` where its first packet was sent
     to behind all translations, if it was `left` out at all. Inbound, `went` is the local end and
     `listening` the port of the socket that accepted it, 0 where that is not known. Ids and pid are
-    the node's, 0 inbound, and so is the socket's `mark`.
+    the node's, 0 inbound, and so is the socket's `mark`. `name` is that of the thread.
     """
 
     at_ns: int

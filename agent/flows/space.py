@@ -93,7 +93,8 @@ class Space:
             inbound=event.inbound,
             protocol=event.protocol,
             pid=listener.pid if listener else event.pid,
-            process=listener.name if listener else event.name,
+            # The event has the name of the thread, which with Envoy is that of a worker.
+            process=listener.name if listener else holders.name(event.pid) or event.name,
             uid=listener.uid if listener else packet.uid,
             source=event.source,
             destination=meant,

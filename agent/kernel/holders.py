@@ -45,10 +45,16 @@ def all_holders(inodes: Iterable[int], first: Iterable[int] = ()) -> Mapping[int
 
 
 def name(pid: int) -> str:
-    """Return the name of a process; an empty one of a process that is gone."""
+    """Return the name of a process; an empty one of a process that is gone.
+
+    A program that was executed by descriptor has that number for its own name, which tells nothing.
+    """
+    found = ""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
+        found = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        if found.isdigit():
+            found = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    return found
 
 
 def pids() -> list[int]:

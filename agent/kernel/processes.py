@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agent.kernel import holders
 from agent.kernel.netns import Netns, id_at
 
 if TYPE_CHECKING:
@@ -85,12 +86,9 @@ def _process(process: "psutil.Process", owner: int | None) -> Process:
 
 
 def _name(process: "psutil.Process") -> str:
-    """Return the name; a program that was executed by descriptor has that number for its own."""
+    """Return the name, which psutil completes where the kernel has cut it off."""
     name = process.name()
-    if name.isdigit():
-        with contextlib.suppress(OSError):
-            return os.path.basename(os.readlink(f"/proc/{process.pid}/exe"))
-    return name
+    return holders.name(process.pid) if name.isdigit() else name
 
 
 def _inside(pid: int, mapping: str, number: int) -> int:

@@ -62,6 +62,14 @@ os.setuid(1000)
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made, contextlib.suppress(OSError):
     made.sendto(b"?", ("10.79.0.1", 53))
 """
+WORKER = """
+import ctypes, socket, sys, threading
+def dial():
+    ctypes.CDLL(None).prctl(15, b"wrk:worker_0")
+    socket.create_connection(("10.79.0.1", 8000)).close()
+threading.Thread(target=dial).start()
+sys.stdin.read()
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +184,13 @@ def test_connections_past_an_undone_capture_are_shown_as_bypassed(pod: Lab, back
         ("out", "bypassed", None, "outbound_ip_ranges_include", "connected"),
         ("in", "bypassed", None, "inbound_ports_include", "connected"),
     }
+
+
+def test_connection_of_a_thread_is_shown_under_the_name_of_its_process(pod: Lab) -> None:
+    command = ("ip", "netns", "exec", pod.pod, sys.executable, "-I", "-S", "-c", WORKER)
+    with flowing(pod.pod) as flows, subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
+        found = flows.next()
+    assert (found["pid"], found["process"][:6]) == (worker.pid, "python")
 
 
 def test_rules_of_istio_are_explained_without_a_record(pod: Lab, tmp_path: Path) -> None:
