@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from agent.explain.node.diagnosis import NEEDED
+from agent.model.errors import InvalidSettings
 from agent.node import config
 from agent.node.cri import endpoint
 from agent.node.kube.cluster import rights
@@ -160,6 +161,12 @@ def test_pod_may_stay_on_every_node_and_share_what_it_looks_after() -> None:
     assert pod()["hostPID"]
     spread = {each["name"]: each.get("mountPropagation") for each in container()["volumeMounts"]}
     assert spread["netns"] == spread["bpf"] == "HostToContainer"
+
+
+def test_service_of_the_same_name_as_a_key_does_not_configure_the_agent() -> None:
+    with pytest.raises(InvalidSettings, match="INTERCEPT_STATUS_PORT"):
+        config.load(None, {"INTERCEPT_STATUS_PORT": "tcp://10.96.0.9:80"})
+    assert pod()["enableServiceLinks"] is False
 
 
 def patched(component: str) -> dict[str, Any]:
