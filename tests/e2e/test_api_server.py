@@ -25,6 +25,7 @@ TAINT = "intercept-agent/not-ready"
 EXCLUDE = "traffic.sidecar.istio.io/excludeOutboundPorts"
 PODS = "/api/v1/namespaces/shop/pods"
 TABLE = "table inet intercept-agent"
+LONG_S = 60.0
 
 
 class Cluster:
@@ -88,11 +89,13 @@ def rules(netns: str) -> str:
     return inside(netns, "nft", "list", "ruleset")
 
 
-def announced(agent: Agent, cluster: Cluster, name: str, netns: str) -> None:
+def start(agent: Agent, cluster: Cluster, name: str, netns: str) -> None:
     """Have a pod start as one does where the plugin is in the chain."""
-    uid = cluster.metadata(name)["uid"]
-    args = f"K8S_POD_UID={uid};K8S_POD_NAMESPACE=shop;K8S_POD_NAME={name}"
+    made = cluster.ask("POST", PODS, fake_api.pod(name, kind="Pod", apiVersion="v1"))["metadata"]
+    args = f"K8S_POD_UID={made['uid']};K8S_POD_NAMESPACE=shop;K8S_POD_NAME={name}"
     wait_for(lambda: agent.cni("ADD", netns, args=args)[0] == 0)
+    cluster.runtime.run(name, netns, uid=made["uid"], annotations=made["annotations"])
+    wait_for(lambda: agent.state(name) == "in-sync")
 
 
 def test_agent_does_all_of_its_work_with_a_server(cluster: Cluster) -> None:
@@ -104,12 +107,7 @@ def test_agent_does_all_of_its_work_with_a_server(cluster: Cluster) -> None:
             wait_for(lambda: cluster.events("Uncaptured"))
             assert rules(late) == ""
 
-            made = cluster.ask("POST", PODS, fake_api.pod("new", kind="Pod", apiVersion="v1"))
-            announced(agent, cluster, "new", new)
-            cluster.runtime.run(
-                "new", new, uid=made["metadata"]["uid"], annotations=made["metadata"]["annotations"]
-            )
-            wait_for(lambda: agent.state("new") == "in-sync")
+            start(agent, cluster, "new", new)
             patch = {"metadata": {"annotations": {EXCLUDE: "8000"}}}
             cluster.ask("PATCH", f"{PODS}/new", patch)
             wait_for(lambda: "8000" in rules(new))
@@ -124,3 +122,21 @@ def test_agent_does_all_of_its_work_with_a_server(cluster: Cluster) -> None:
             assert (about["kind"], about["name"]) == ("Pod", "new")
             assert TABLE in rules(new)
             assert agent.status()["ready"]
+
+
+def test_agent_works_on_while_the_server_is_gone(cluster: Cluster) -> None:
+    with (
+        namespace("web") as web,
+        running(cluster.runtime.socket.parent, **cluster.config) as agent,
+    ):
+        start(agent, cluster, "web", web)
+        cluster.server.stop()
+        wait_for(lambda: agent.get("health", "/healthz/ready")[0] == 503, LONG_S)
+        assert "decisions go on from what is known" in agent.get("health", "/healthz/ready")[1]
+        inside(web, "nft", "delete", "table", "inet", "intercept-agent")
+        wait_for(lambda: TABLE in rules(web))
+        cluster.server.start()
+        wait_for(lambda: agent.get("health", "/healthz/ready")[0] == 200, LONG_S)
+        cluster.ask("PATCH", f"{PODS}/web", {"metadata": {"annotations": {EXCLUDE: "8000"}}})
+        wait_for(lambda: "8000" in rules(web))
+        wait_for(lambda: cluster.events("CaptureRepaired"))  # which nobody could be told then

@@ -6,7 +6,7 @@ Whoever made the cluster does everything by the API, so that one test fits both.
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ class Server:
 
     agent: Path
     admin: Path
+    stop: Callable[[], None]
+    start: Callable[[], object]  # again, where it was
 
 
 @contextlib.contextmanager
@@ -36,8 +38,11 @@ def serving(kind: str, folder: Path, rights: Rights) -> Iterator[Server]:
             yield Server(
                 agent=fake_api.kubeconfig(folder, api),
                 admin=fake_api.kubeconfig(folder, api, fake_api.ADMIN),
+                stop=api.stop,
+                start=api.start,
             )
         return
     with real_api.running(folder) as real:
         real.allow(rights)
-        yield Server(agent=real.kubeconfig("agent", real.token()), admin=real.admin)
+        agent = real.kubeconfig("agent", real.token())
+        yield Server(agent=agent, admin=real.admin, stop=real.stop, start=real.start)
