@@ -200,7 +200,7 @@ class FakeApi:
 
     def watching(self, resource: str, query: Mapping[str, str]) -> Iterator[Document | None]:
         """Yield events, and None now and then."""
-        since, epoch = int(query["resourceVersion"]), self._epoch
+        since, epoch, server = int(query["resourceVersion"]), self._epoch, self._server
         if since < self._oldest:
             yield {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}}
             return
@@ -211,7 +211,7 @@ class FakeApi:
                 news = [entry for entry in self._history if entry[0] > since]
                 if not news:
                     self._changed.wait(0.2)
-            if epoch != self._epoch or self._server is None:
+            if epoch != self._epoch or server is None or server is not self._server:
                 return
             for version, of, what, thing in news:
                 since = version

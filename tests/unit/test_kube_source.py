@@ -34,11 +34,6 @@ def hearing(
     return hearing_of(Kubeconfig(kubeconfig(folder, api)), folder, silence_s)
 
 
-def whole_lists(api: FakeApi) -> int:
-    """Return how many lists were asked for that are not only to tell how far the server is."""
-    return sum(asked.startswith("GET") and "limit=1" not in asked for asked in api.requests)
-
-
 def run(folder: Path, test: Callable[[FakeApi], Awaitable[None]]) -> None:
     """Run a test against a cluster with one namespace and two pods on this node."""
     with serving() as api:
@@ -76,7 +71,7 @@ def test_changes_arrive_by_the_watch_and_not_by_lists(tmp_path: Path) -> None:
     async def test(api: FakeApi) -> None:
         async with hearing(api, tmp_path) as heard:
             await until(lambda: heard.source.connected)
-            lists = whole_lists(api)
+            lists = api.count("GET")
             api.change("pods", "shop", "one", {"metadata": {"annotations": {EXCLUDE: "5432"}}})
             await until(lambda: (heard.known("one") or pod_).annotation(EXCLUDE) == "5432")
             api.put("pods", pod("three"))
@@ -89,7 +84,7 @@ def test_changes_arrive_by_the_watch_and_not_by_lists(tmp_path: Path) -> None:
                 "namespaces", "", "shop", {"metadata": {"labels": {"istio-injection": "enabled"}}}
             )
             await until(lambda: not heard.source.namespace("shop").left)
-            assert whole_lists(api) == lists
+            assert api.count("GET") == lists
 
     pod_ = Pod(namespace="", name="")
     run(tmp_path, test)
@@ -110,7 +105,7 @@ def test_watch_goes_on_where_it_ended_and_misses_nothing(tmp_path: Path) -> None
     async def test(api: FakeApi) -> None:
         async with hearing(api, tmp_path) as heard:
             await until(lambda: heard.source.connected)
-            lists = whole_lists(api)
+            lists = api.count("GET")
             for number in range(5):
                 api.end_watches()
                 api.put("pods", pod(f"more-{number}"))
@@ -120,7 +115,7 @@ def test_watch_goes_on_where_it_ended_and_misses_nothing(tmp_path: Path) -> None
             await asyncio.sleep(0.3)
             api.faults.cut_every_watch = False
             await until(lambda: "cut" in heard.names())
-            assert whole_lists(api) == lists
+            assert api.count("GET") == lists
 
     run(tmp_path, test)
 
@@ -168,14 +163,14 @@ def test_bookmarks_keep_the_version_fresh(tmp_path: Path) -> None:
     async def test(api: FakeApi) -> None:
         async with hearing(api, tmp_path) as heard:
             await until(lambda: heard.source.connected)
-            lists = whole_lists(api)
+            lists = api.count("GET")
             api.bookmark()
             await asyncio.sleep(0.5)
             api._oldest = api._version  # whoever goes on from what was there before is too late
             api.end_watches()
             api.put("pods", pod("three"))
             await until(lambda: "three" in heard.names())
-            assert whole_lists(api) == lists
+            assert api.count("GET") == lists
 
     run(tmp_path, test)
 

@@ -5,9 +5,9 @@ that is too old (410), or when the server contradicts itself, everything is list
 not in the list any more is gone. Every failure is tried again, with growing pauses and a little
 randomness. What is known stays known meanwhile.
 
-Before a watch goes on the server is asked how far it is. One that has lost its etcd, or was given
-an older state, takes a watch from a version that it has yet to come to, and tells nothing until
-then, not even by bookmarks (kube-apiserver 1.34).
+A server that was out of reach is asked how far it is before a watch goes on. One that has lost its
+etcd, or was given an older state, takes a watch from a version that it has yet to come to, and
+tells nothing until then, not even by bookmarks (kube-apiserver 1.34).
 """
 
 import asyncio
@@ -70,6 +70,7 @@ class Reflector:
         """`changed` is called whenever `problem` is another one than before."""
         self.problem = "not asked yet"
         self.listed = False
+        self.doubted = False  # whether the server may be another one than before
         self._client = client
         self._path = path
         self._keeper = keeper
@@ -89,10 +90,10 @@ class Reflector:
             self._began = self._heard = False
             started, wait_s = clock(), 0.0
             try:
-                if self._version:
-                    await self._confirm()
-                else:
+                if not self._version:
                     await self._list()
+                elif self.doubted:
+                    await self._confirm()
                 await self._watch()
             except _Stale as error:
                 log.info("listing anew", extra={"path": self._path, "cause": str(error)})
@@ -160,6 +161,7 @@ class Reflector:
         theirs, ours = _version_of(page), self._version
         if theirs.isdecimal() and ours.isdecimal() and int(theirs) < int(ours):
             raise _Stale(f"the server has gone back from version {ours} to {theirs}")
+        self.doubted = False
 
     async def _watch(self) -> None:
         query = {

@@ -111,6 +111,10 @@ class KubeSource:
 
     def _stirred(self) -> None:
         gone = any(one.problem for one in self._reflectors)
+        if any(one.problem and one.listed for one in self._reflectors):
+            # Another one may not notice: its connection breaks, and the next can be made again.
+            for one in self._reflectors:
+                one.doubted = True
         if self.synced and self._sink is not None and not self._told:
             # All at once, now that both are there: a pod without its namespace is half of it.
             self._told = True
