@@ -37,13 +37,15 @@ exit code: 0 done, or nothing differs; 1 something differs still
 """
 
 
+ACTIONS = ("install", "uninstall", "check")
 TRIES, PAUSE_S = 50, 0.1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
-        choices=("install", "uninstall", "check"),
+        choices=ACTIONS,
+        metavar="{" + ",".join(ACTIONS) + "}",
         help="put plugin and entry there; take both away; or tell what differs and change nothing",
     )
     parser.add_argument(

@@ -87,12 +87,14 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse_unknown(command: str) -> None:
-    """Say which command was probably meant, if it is none of ours."""
-    if command and command not in COMMANDS:
+def _refuse_first(word: str) -> None:
+    """Refuse what does not begin a command line, and say what was probably meant."""
+    if word.startswith("-") and word not in ("-h", "--help", "--version"):
+        _parser("").error(f"{word} stands before the command, and options come behind it")
+    if not word.startswith("-") and word not in COMMANDS:
         from agent.formats.documents import nearest
 
-        _parser("").error(f"there is no command {command}{nearest(command, COMMANDS)}")
+        _parser("").error(f"there is no command {word!r}{nearest(word, COMMANDS)}")
 
 
 def _completed(command: str, words: list[str]) -> list[str]:
@@ -110,8 +112,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    command = next((word for word in given if not word.startswith("-")), "")
-    _refuse_unknown(command)
+    first = given[0] if given else "--help"
+    _refuse_first(first)
+    command = "" if first.startswith("-") else first
     code: int | None = None
     try:
         with output.printing(late=command in WRITING):

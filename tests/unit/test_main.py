@@ -74,11 +74,14 @@ def test_flag_that_is_misspelt_is_told_with_the_one_that_was_meant(
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("aply", "error: there is no command aply; did you mean apply? See `intercept-agent --h"),
-        ("zzz", "error: there is no command zzz; see `intercept-agent --help`"),
+        ("aply", "error: there is no command 'aply'; did you mean apply? See `intercept-agent --"),
+        ("zzz", "error: there is no command 'zzz'; see `intercept-agent --help`"),
+        ("", "error: there is no command ''; see"),
+        ("-v", "error: -v stands before the command, and options come behind it; see `intercept"),
+        ("--output=json", "error: --output=json stands before the command, and"),
     ],
 )
-def test_command_that_is_misspelt_is_told_with_the_one_that_was_meant(
+def test_what_does_not_begin_a_command_line_is_told_with_what_was_meant(
     word: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
