@@ -11,6 +11,8 @@ from pathlib import Path
 
 # linux/capability.h
 NUMBERS: Mapping[str, int] = {
+    "CAP_SETGID": 6,
+    "CAP_SETUID": 7,
     "CAP_NET_ADMIN": 12,
     "CAP_NET_RAW": 13,
     "CAP_SYS_MODULE": 16,

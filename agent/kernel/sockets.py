@@ -299,7 +299,10 @@ def acting_as(owner: Owner) -> Iterator[None]:
     try:
         now = (_libc.setfsuid(NO_CHANGE), _libc.setfsgid(NO_CHANGE))
         if now != (owner.uid, owner.gid):
-            raise EnvironmentLacks(f"sockets of {owner} cannot be made here; run this as root")
+            lacks = (
+                "it takes CAP_SETUID and CAP_SETGID" if os.geteuid() == 0 else "run this as root"
+            )
+            raise EnvironmentLacks(f"sockets of {owner} cannot be made here; {lacks}")
         yield
     finally:
         # This order: only setfsuid gives back the capabilities for files that it took away, and it

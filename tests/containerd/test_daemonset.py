@@ -16,7 +16,10 @@ from tests.support.agent import wait_for
 from tests.support.cni_program import Program
 from tests.support.netns import inside
 
-NUMBERS = {"NET_ADMIN": 12, "NET_RAW": 13, "SYS_PTRACE": 19, "SYS_ADMIN": 21}
+NUMBERS = {
+    **{"SETGID": 6, "SETUID": 7, "NET_ADMIN": 12, "NET_RAW": 13, "SYS_PTRACE": 19},
+    "SYS_ADMIN": 21,
+}
 LONGEST_S = 60.0
 
 
@@ -102,6 +105,8 @@ def test_upgrade_leaves_plugin_and_captures_and_uninstall_says_who_holds_one(
     wait_for(lambda: ready(installation), LONGEST_S)
     web = mesh_pod(node, "web")
     assert settled(installation, "web") == "nftables"
+    proved = installation.ask("check", "--netns", "pod:shop/web", "--probe")
+    assert "landed on port 15001 with its original destination" in proved
     loaded = rules(web)
     installation.stop()
 

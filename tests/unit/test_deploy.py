@@ -152,7 +152,10 @@ def test_container_is_held_to_what_it_needs() -> None:
     assert {f"CAP_{name}" for name in context["capabilities"]["add"]} == NEEDED.keys()
     unit = (ROOT / "systemd" / "intercept-agent@.service").read_text()
     (listed,) = re.findall(r"(?m)^CapabilityBoundingSet=(.+)", unit)
-    assert [f"CAP_{name}" for name in context["capabilities"]["add"]] == listed.split()
+    # A shell in the container proves captures as other users; on a host, one of root's does.
+    proof = {"SETUID", "SETGID"}
+    shared = [f"CAP_{name}" for name in context["capabilities"]["add"] if name not in proof]
+    assert shared == listed.split()
 
 
 def test_pod_may_stay_on_every_node_and_share_what_it_looks_after() -> None:

@@ -16,6 +16,8 @@ NEEDED = {
     "CAP_NET_ADMIN": (12, False, "writes rules, routes and addresses"),
     "CAP_NET_RAW": (13, False, "reads the tables of iptables-legacy"),
     "CAP_SYS_PTRACE": (19, True, "finds which processes live in which namespace"),
+    "CAP_SETUID": (7, True, "proves captures (check --probe) as the users of a pod"),
+    "CAP_SETGID": (6, True, "proves captures (check --probe) as the groups of a pod"),
 }
 # Plugins of other meshes that steer traffic in pods too.
 OTHER_MESHES = {
