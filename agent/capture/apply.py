@@ -139,7 +139,7 @@ def _is_first(found: record.Record | None, have: NamespaceState) -> bool:
 
     What was opened while a capture was flushed got past the proxy, and is not spared.
     """
-    return not captures(have) and found is None
+    return not (captures(have) or have.istio_tables or found)
 
 
 def remove(netns: Netns, *, dry_run: bool = False, before_step: BeforeStep = no_hook) -> Result:

@@ -68,7 +68,7 @@ def check(netns: Netns, settings: Settings, *, backend: str = "auto", kept: bool
             settings = gate.as_applied(settings, have, found)
         known = found.known() if found else Known()
         report = compare(have, plan(settings), backend, known, settings)
-        bare = not captures(have) and have.enrolment is None and found is None
+        bare = not (captures(have) or have.istio_tables or have.enrolment or found)
         return replace(report, foreign=(*report.foreign, *hidden(session, have)), bare=bare)
 
 

@@ -9,7 +9,7 @@ from agent.model import owned, standing
 from agent.model.enrolment import Enrolment
 from agent.model.ruleset import Chain, Family, Rule, Ruleset, matching
 from agent.model.settings import dump
-from agent.model.state import EBPF, GUARD, NamespaceState, routes_without
+from agent.model.state import EBPF, GUARD, NFTABLES, NamespaceState, routes_without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,10 @@ def differences(have: NamespaceState, want: NamespaceState) -> tuple[Difference,
             before = have.of(backend).get(family, Ruleset(family))
             after = want.of(backend).get(family, Ruleset(family))
             found += _rulesets(backend, before, after)
+    for table in have.istio_tables:
+        if table not in want.istio_tables:
+            text = f"table inet {table.name}"
+            found.append(Difference(sign="-", backend=NFTABLES, text=text, note="Istio's"))
     found += _enrolments(have.enrolment, want.enrolment)
     missing = routes_without(want.routes, have.routes)
     found += (Difference(sign="+", backend="routing", text=r.command()) for r in missing)

@@ -7,7 +7,7 @@ again, or at one that holds the same as another, costs next to nothing.
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from agent.backends import registry
@@ -20,7 +20,7 @@ from agent.model import owned
 from agent.model.errors import EnvironmentLacks, StateUnreadable
 from agent.model.native import NativeHook
 from agent.model.ruleset import Rulesets
-from agent.model.state import EBPF, GUARD, BaseChain, NamespaceState
+from agent.model.state import EBPF, GUARD, BaseChain, IstioTable, NamespaceState
 from agent.model.wanted import captures
 
 # How long others may work before each look: a tool that restores its rules in a loop needs some
@@ -37,6 +37,7 @@ class _Filters:
     base_chains: tuple[BaseChain, ...]
     unreadable: tuple[str, ...]
     native: tuple[NativeHook, ...]
+    istio_tables: tuple[IstioTable, ...]
 
 
 _seen: OrderedDict[bytes, _Filters] = OrderedDict()
@@ -65,6 +66,7 @@ def observe(session: Session) -> NamespaceState:
         loaded=filters.loaded,
         enrolment=enrolment,
         routes=routes,
+        istio_tables=filters.istio_tables,
         base_chains=filters.base_chains,
         unreadable=unreadable,
         native=filters.native,
@@ -141,4 +143,13 @@ def _read(session: Session) -> _Filters:
         native = native_hooks(document, frozenset({TABLE, registry.GUARD_TABLE}))
     except nft_json.NftJsonError as error:
         raise StateUnreadable(f"cannot list nf_tables: {error}") from error
-    return _Filters(loaded, tuple(chains), tuple(unreadable), native)
+    return _Filters(loaded, tuple(chains), tuple(unreadable), native, tuple(_istio_tables(session)))
+
+
+def _istio_tables(session: Session) -> Iterator[IstioTable]:
+    """Yield the tables of Istio's own nftables mode, with what makes them again."""
+    for item in session.nft_ruleset():
+        table = item.get("table")
+        if table and table["family"] == "inet" and table["name"] in owned.ISTIO_TABLES:
+            name = str(table["name"])
+            yield IstioTable(name, session.require_nft().list_table("inet", name))

@@ -26,6 +26,8 @@ from agent.model.state import (
     GUARD,
     IPTABLES_LEGACY,
     IPTABLES_NFT,
+    NFTABLES,
+    IstioTable,
     NamespaceState,
     routes_without,
     same,
@@ -146,6 +148,9 @@ def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple
     names.sort(key=lambda name: not want.of(name))
     if not want.of(GUARD):  # what closes comes first and goes last
         names = [*(name for name in names if name != GUARD), GUARD]
+    if made := tuple(t for t in want.istio_tables if t not in have.istio_tables):
+        script = "".join(table.text for table in made)
+        found.append(_tables_step(session, "load", made, script))
     turned = registry.EBPF_BACKEND.steps(session, have.enrolment, want.enrolment)
     if want.enrolment is not None:
         found += turned
@@ -154,9 +159,17 @@ def steps(session: Session, have: NamespaceState, want: NamespaceState) -> tuple
         found += backend.steps(session, have.of(name), want.of(name))
     if want.enrolment is None:
         found += turned
+    if gone := tuple(t for t in have.istio_tables if t not in want.istio_tables):
+        script = "".join(f"delete table inet {table.name}\n" for table in gone)
+        found.append(_tables_step(session, "delete", gone, script))
     if surplus:
         found.append(_route_step(session, "del", surplus))
     return tuple(found)
+
+
+def _tables_step(session: Session, verb: str, tables: tuple[IstioTable, ...], script: str) -> Step:
+    what = f"{verb} {', '.join(f'table inet {table.name}' for table in tables)}"
+    return Step(what, lambda: session.require_nft().run(script), NFTABLES)
 
 
 def _route_step(session: Session, verb: str, routes: tuple[Route, ...]) -> Step:

@@ -28,6 +28,10 @@ from agent.model.ruleset import (
 )
 
 CHAIN_PREFIX = "ISTIO_"
+# Those of Istio's own nftables mode, in family inet, for a sidecar and for the node's proxy.
+ISTIO_TABLES = frozenset(
+    f"istio-{whose}-{table}" for whose in ("proxy", "ambient") for table in ("nat", "mangle", "raw")
+)
 AMBIENT_CHAIN = "ISTIO_PRERT"
 
 TPROXY_MARKS = frozenset({numbers.TPROXY_MARK, numbers.TPROXY_SELF_MARK})

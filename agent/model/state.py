@@ -44,19 +44,29 @@ class BaseChain:
 
 
 @dataclass(frozen=True, slots=True)
+class IstioTable:
+    """A table of Istio's own nftables mode, in family inet; `text` is a script that makes it."""
+
+    name: str
+    text: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class NamespaceState:
     """Everything in a namespace that a capture can be made of.
 
     `loaded` has, by backend, every table of the iptables flavours (foreign rules included) and of
-    nftables only our own table. `enrolment` is what the eBPF programs were told. `routes` has each
-    policy rule as often as it is there: the kernel takes any number of copies. `base_chains` and
-    `unreadable` are for reports only, `native` (the nftables tables of others) for packet walks.
-    `user_namespace` says that it belongs to another user namespace than who looks.
+    nftables only our own table; `istio_tables` are those in which Istio has captures. `enrolment`
+    is what the eBPF programs were told. `routes` has each policy rule as often as it is there: the
+    kernel takes any number of copies. `base_chains` and `unreadable` are for reports only, `native`
+    (the nftables tables of others) for packet walks. `user_namespace` says that it belongs to
+    another user namespace than the node's.
     """
 
     loaded: Mapping[str, Rulesets] = field(default_factory=dict)
     enrolment: Enrolment | None = None
     routes: tuple[Route, ...] = ()
+    istio_tables: tuple[IstioTable, ...] = ()
     base_chains: tuple[BaseChain, ...] = field(default=(), compare=False)
     unreadable: tuple[str, ...] = field(default=(), compare=False)
     native: tuple[NativeHook, ...] = field(default=(), compare=False)
@@ -79,7 +89,7 @@ def routes_without(routes: Iterable[Route], taken: Iterable[Route]) -> tuple[Rou
 
 
 def same(one: NamespaceState, other: NamespaceState) -> bool:
-    """Tell whether two states have the same rules, enrolment and routes.
+    """Tell whether two states have the same rules, tables of Istio's, enrolment and routes.
 
     Built-in chains without rules do not count: legacy tables always have all of theirs, nf_tables
     has those that somebody asked for.
@@ -89,6 +99,8 @@ def same(one: NamespaceState, other: NamespaceState) -> bool:
         left, right = one.of(name), other.of(name)
         if left != right and _essence(left) != _essence(right):
             return False
+    if one.istio_tables != other.istio_tables:
+        return False
     return one.enrolment == other.enrolment and Counter(one.routes) == Counter(other.routes)
 
 

@@ -115,8 +115,10 @@ def before_of(have: NamespaceState) -> Before:
         shells -= TRIALS
     policies = _policies(have, ())
     routes = tuple(r for r in have.routes if _is_ours(r, policies, have.routes))
-    captured_before = have.enrolment is not None or any(
-        owned.capture_of(r).tables for rulesets in have.loaded.values() for r in rulesets.values()
+    captured_before = (
+        have.enrolment is not None
+        or have.istio_tables
+        or any(owned.capture_of(r).tables for rs in have.loaded.values() for r in rs.values())
     )
     return Before(frozenset(shells), () if captured_before else routes)
 

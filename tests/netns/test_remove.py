@@ -25,6 +25,7 @@ from tests.support.capturing import (
 )
 from tests.support.foreign import (
     FLAVOURS,
+    ISTIO_NFT,
     OLDER,
     TOOLS,
     IstioInit,
@@ -237,6 +238,18 @@ def test_what_istio_init_made_is_taken_out(netns: str, case: IstioInit, flavour:
     case.load(netns, flavour)
     release(netns)
     assert (everything(netns) if flavour == "nft" else state(netns)) == before
+
+
+def test_tables_of_istios_own_nftables_mode_are_taken_out_and_others_stay(netns: str) -> None:
+    add_foreign(netns)
+    inside(netns, "nft", "add", "table", "inet", "istio-proxy-natural")
+    before = everything(netns)
+    inside(netns, "nft", "-f", "-", stdin=ISTIO_NFT)
+    for line in ("-4 rule add fwmark 1337 lookup 133", "-6 addr add ::6/128 dev lo"):
+        inside(netns, "ip", *line.split())
+    code, out, _ = command("remove", "--netns", netns, "--output", "json")
+    assert (code, json.loads(out)["changed"]) == (0, True)
+    assert everything(netns) == before
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)

@@ -30,6 +30,7 @@ from tests.support.escape import DIRECT, PROXY_PORTS, Lab, lab
 from tests.support.foreign import (
     FLAVOURS,
     ISTIO_INIT,
+    ISTIO_NFT,
     OLDER,
     TOOLS,
     IstioInit,
@@ -208,6 +209,18 @@ def test_what_istio_init_made_is_replaced_and_nothing_of_it_is_left(
 ) -> None:
     case.load(netns, flavour)
     backend = BACKENDS[sum(map(ord, case.name)) % len(BACKENDS)]
+    capture(netns, OTHER, backend)
+    assert_only(netns, OTHER, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_istios_own_nftables_mode_is_replaced(netns: str, backend: str) -> None:
+    inside(netns, "nft", "-f", "-", stdin=ISTIO_NFT)
+    capture(netns, OTHER, backend)
+    assert_only(netns, OTHER, backend)
+    inside(netns, "nft", "-f", "-", stdin=ISTIO_NFT)
+    found = [one.line() for one in report(netns, OTHER, backend).differences]
+    assert "- nftables: table inet istio-proxy-nat    (Istio's)" in found
     capture(netns, OTHER, backend)
     assert_only(netns, OTHER, backend)
 

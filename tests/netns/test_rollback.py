@@ -29,7 +29,7 @@ from tests.support.capturing import (
     state,
     words,
 )
-from tests.support.foreign import ISTIO_INIT, TOOLS, add_foreign, counters
+from tests.support.foreign import ISTIO_INIT, ISTIO_NFT, TOOLS, add_foreign, counters
 from tests.support.netns import inside
 
 pytestmark = pytest.mark.netns
@@ -137,6 +137,16 @@ def test_every_refusal_over_istio_init_is_undone(netns: str, backend: str, flavo
     legacy_made(netns)
     ISTIO_INIT["tproxy"].load(netns, flavour)
     inside(netns, "ip", "rule", "add", "fwmark", "1337", "lookup", "133")
+    assert_every_refusal_is_undone(
+        netns, lambda refusal: capture(netns, OTHER, backend, before_step=refusal), how="after"
+    )
+    assert_in_sync(netns, OTHER, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_refusal_over_istios_own_nftables_mode_is_undone(netns: str, backend: str) -> None:
+    legacy_made(netns)
+    inside(netns, "nft", "-f", "-", stdin=ISTIO_NFT)
     assert_every_refusal_is_undone(
         netns, lambda refusal: capture(netns, OTHER, backend, before_step=refusal), how="after"
     )
