@@ -51,12 +51,14 @@ class Evidence:
 
     `known` are captures that may be what is loaded, in one family. `interfaces` are named by a
     capture's rules of either family. Where there is a record of what was applied (`recorded`), no
-    rule is taken for a capture's just because of where it stands.
+    rule is taken for a capture's just because of where it stands. `railed` says that a killed run
+    of istio-iptables left its guard rails in either family, and so a part of them in the other.
     """
 
     known: tuple[Ruleset, ...] = ()
     interfaces: frozenset[str] = frozenset()
     recorded: bool = False
+    railed: bool = False
 
     def expected(self, table: str, chain: str) -> Counter[Rule]:
         """Return how often each rule may stand in a chain: as often as any known capture has it."""
@@ -97,7 +99,7 @@ def interfaces_of(rulesets: Iterable[Ruleset]) -> frozenset[str]:
 def _sift(loaded: Ruleset, evidence: Evidence, *, ours: bool) -> Ruleset:
     marks = TPROXY_MARKS | diverted_marks(loaded)
     present = _has_capture_chain(loaded)
-    rails = GUARD_RAILS if present and are_rails_up(loaded) else frozenset()
+    rails = GUARD_RAILS if evidence.railed or railed([loaded]) else frozenset()
     tables = []
     for table in loaded.tables:
         chains = []
@@ -158,6 +160,11 @@ def are_rails_up(loaded: Ruleset) -> bool:
     """Tell whether istio-iptables was killed while its guard rails stood: nothing gets through."""
     chains = [loaded.chain("filter", name) for name in BUILTIN_CHAINS["filter"]]
     return all(chain is not None and set(chain.rules[:2]) == GUARD_RAILS for chain in chains)
+
+
+def railed(rulesets: Iterable[Ruleset]) -> bool:
+    """Tell the same of a namespace, of which these are the families."""
+    return any(_has_capture_chain(one) and are_rails_up(one) for one in rulesets)
 
 
 def diverted_marks(loaded: Ruleset) -> frozenset[int]:

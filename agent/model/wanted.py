@@ -33,6 +33,9 @@ Shell = tuple[Family, str, str]
 TRIALS = frozenset((family, "nat", "INPUT") for family in Family)
 """Where istio-iptables tries whether a tool works, whichever family it then writes to."""
 
+RAILED = frozenset((f, "filter", chain) for f in Family for chain in BUILTIN_CHAINS["filter"])
+"""Where it puts guard rails while it reconciles."""
+
 
 @dataclass(frozen=True, slots=True)
 class Before:
@@ -68,8 +71,8 @@ def captured(
     if backend == EBPF:
         return replace(base, enrolment=enrolment(plan.settings))
     want = replace(base, loaded=_loaded(base, plan, backend, native=native))
-    # What a trial left is taken away with the rest, and by itself no reason to write.
-    right = same(have, want) and _shells(have) - _shells(want) <= TRIALS
+    # What its trials and rails left is taken away with the rest, and by itself no reason to write.
+    right = same(have, want) and _shells(have) - _shells(want) <= TRIALS | RAILED
     return have if right else want
 
 
@@ -108,7 +111,10 @@ def before_of(have: NamespaceState) -> Before:
     left of a trial."""
     shells: set[Shell] = set()
     loaded = have.of(IPTABLES_NFT)
-    evidence = owned.Evidence(interfaces=owned.interfaces_of(loaded.values()))
+    rulesets = tuple(loaded.values())
+    evidence = owned.Evidence(
+        interfaces=owned.interfaces_of(rulesets), railed=owned.railed(rulesets)
+    )
     for ruleset in loaded.values():
         shells |= set(_needed_shells(ruleset, owned.foreign(ruleset, evidence)))
     if any(owned.capture_of(ruleset).tables for ruleset in loaded.values()):
@@ -154,9 +160,10 @@ def _others(
     for name in (IPTABLES_NFT, IPTABLES_LEGACY):
         left: dict[Family, Ruleset] = {}
         interfaces = owned.interfaces_of(have.of(name).values())
+        rails = owned.railed(have.of(name).values())
         for family, ruleset in have.of(name).items():
             plans_here = tuple(p.rulesets[family] for p in plans if family in p.rulesets)
-            evidence = owned.Evidence(plans_here, interfaces, recorded=before is not None)
+            evidence = owned.Evidence(plans_here, interfaces, before is not None, rails)
             rest = owned.foreign(ruleset, evidence)
             if name == IPTABLES_NFT:
                 rest = _without_shells(rest, known.shells)

@@ -239,6 +239,20 @@ def test_capture_of_istio_init_is_taken_for_our_own(
     assert without_empty_tables(snapshot(netns)) == without_empty_tables(untouched)
 
 
+@each_backend
+def test_guard_rails_that_came_and_went_are_no_reason_to_write(
+    backend: str, netns: str, tmp_path: Path
+) -> None:
+    assert apply(netns, backend, SMALL, tmp_path) is True
+    for verb in ("-I", "-D"):
+        for chain in ("INPUT", "FORWARD", "OUTPUT"):
+            tool = f"iptables-{backend.removeprefix('iptables-')}"
+            inside(netns, tool, verb, chain, "-p", "tcp", "-j", "DROP")
+    before = snapshot(netns)
+    assert apply(netns, backend, SMALL, tmp_path) is False
+    assert snapshot(netns) == before
+
+
 def with_routes(name: str, config: Mapping[str, object]) -> None:
     for command in istio_rules.ip_commands({**defaults(), **config}):
         inside(name, *command.split())

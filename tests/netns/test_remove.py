@@ -271,6 +271,23 @@ def test_guard_rails_of_a_killed_istio_init_are_taken_out_with_its_rules(
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
+def test_part_of_the_guard_rails_is_taken_out_where_the_other_family_has_all(
+    netns: str, flavour: str
+) -> None:
+    legacy_made(netns)
+    for tool in ("iptables", "ip6tables"):
+        inside(netns, f"{tool}-legacy", "-t", "filter", "-S")
+    before = state(netns)
+    for tool, chains in (("iptables", ("INPUT", "FORWARD", "OUTPUT")), ("ip6tables", ("INPUT",))):
+        inside(netns, f"{tool}-{flavour}", "-t", "nat", "-N", "ISTIO_OUTPUT")
+        for chain in chains:
+            for protocol in ("tcp", "udp")[: len(chains)]:
+                inside(netns, f"{tool}-{flavour}", "-I", chain, "-p", protocol, "-j", "DROP")
+    release(netns)
+    assert state(netns) == before
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
 def test_redirect_of_dns_by_another_mesh_stays(netns: str, flavour: str) -> None:
     tool = f"iptables-{flavour}"
     comment = ("-m", "comment", "--comment", "kuma/mesh/transparent/proxy/dns")
