@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,21 @@ def test_captures_outlive_restart_reload_and_stop(host: Host) -> None:
     host.run("systemctl", "stop", "intercept-agent")
     assert rules(host) == before
     wait_for(lambda: "intercept-agent@" not in host.run("systemctl", "list-units"), LONGEST_S)
+
+
+def test_agent_is_taken_away_as_the_readme_says_and_its_plugin_stays_away(host: Host) -> None:
+    before = rules(host)
+    block = (ROOT / "README.md").read_text().partition("\nsystemctl disable --now ")
+    stop, uninstall = (block[1] + block[2]).strip().splitlines()[:2]
+    host.run(*shlex.split(stop))
+    command, *words = shlex.split(uninstall, comments=True)
+    said = host.run(f"{BIN}/{command}", *words)
+    assert "removed /opt/cni/bin/intercept-cni" in said
+    assert POD in said  # which still holds a capture
+    assert host.run("cat", "/etc/cni/net.d/10-x.conflist") == CHAIN
+    for unit in (FRONT, "intercept-agent.socket"):
+        assert host.show(unit, "ActiveState") == "inactive"
+    assert rules(host) == before
 
 
 def test_watchdog_starts_a_hung_front_again_and_captures_stay(host: Host) -> None:
