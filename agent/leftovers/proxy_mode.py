@@ -20,22 +20,26 @@ def ask(listeners: Iterable[KernelSocket]) -> str:
     """Ask whoever listens on the port in the calling thread's namespace; nothing if none answers.
 
     No other program answers so: neither Cilium, which takes kube-proxy's health port, nor one that
-    listens here for something else.
+    listens here for something else. All of them together have the deadline: a pod may listen on
+    many addresses and never say a word.
     """
+    ends = time.monotonic() + DEADLINE_S
     here = {s.local[0] for s in listeners if (s.protocol, s.local[1]) == ("tcp", PORT)}
     for address in sorted(here, key=str):
-        found = _answer(loopback(address) if address.is_unspecified else address)
+        found = _answer(loopback(address) if address.is_unspecified else address, ends)
         if found in MODES:
             return found
     return ""
 
 
-def _answer(address: Address) -> str:
-    """Return the body of the answer, or nothing."""
-    ends, reply = time.monotonic() + DEADLINE_S, b""
+def _answer(address: Address, ends: float) -> str:
+    """Return the body of the answer, or nothing if there is none in time."""
+    reply = b""
+    if (left := ends - time.monotonic()) <= 0:
+        return ""
     with (
         contextlib.suppress(OSError),
-        socket.create_connection((str(address), PORT), DEADLINE_S) as door,
+        socket.create_connection((str(address), PORT), left) as door,
     ):
         door.sendall(REQUEST)
         while len(reply) < MOST_BYTES and (left := ends - time.monotonic()) > 0:

@@ -111,6 +111,12 @@ def test_a_kube_proxy_lives_that_says_its_mode_whatever_its_program_is_called(ne
         assert kinds(netns) == ["kube-proxy"]
 
 
+def test_whoever_listens_where_kube_proxy_would_and_never_answers_hides_nothing(netns: str) -> None:
+    load(netns, left.KUBE_PROXY)
+    with listening(netns, 10249, address=",".join(f"127.0.0.{n}" for n in range(1, 80))):
+        assert kinds(netns) == ["kube-proxy"]
+
+
 def test_a_table_that_kube_proxy_left_behind_is_no_sign_that_it_uses_it(netns: str) -> None:
     load(netns, left.KUBE_PROXY)
     inside(netns, "nft", "-f", "-", stdin=left.KUBE_PROXY_NFT)

@@ -120,7 +120,8 @@ def on_terminal(words: str, typed: str = "") -> str:
 
 LISTEN = """
 import socket, sys
-made = [socket.create_server((sys.argv[1], int(port))) for port in sys.argv[2:]]
+places = [(address, int(port)) for address in sys.argv[1].split(",") for port in sys.argv[2:]]
+made = [socket.create_server(place) for place in places]
 print("up", flush=True)
 sys.stdin.read()
 """
@@ -136,6 +137,7 @@ def listening(
 ) -> Iterator[int]:
     """Run a program in the namespace that listens on these ports; yields its PID.
 
+    `address` may be several, with commas between them.
     `name` is what the kernel calls it: a link of that name in `folder` is executed.
     """
     python = Path(sys.executable).resolve()
