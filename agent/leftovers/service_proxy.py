@@ -40,7 +40,7 @@ def service_proxy(
     mode, services = "", seen.ipvs_services
     if alive is not None:
         mode = _mode(seen, mine)
-        mine = _idle(seen, mine, mode, used=_flavour(found))
+        mine = _idle(seen, mine, mode, used=_flavour(found, mine))
         services = 0 if mode in ("", IPVS) else services
     left = mine.backends or ([""] if mine.sets or mine.links or services else [])
     for backend in left:
@@ -97,11 +97,14 @@ def _written(seen: Seen, backend: str) -> str:
     return modes.pop() if len(modes) == 1 else ""
 
 
-def _flavour(found: Mapping[str, Remains]) -> str:
-    """Return the flavour of iptables that the node uses, as the kubelet shows it."""
+def _flavour(found: Mapping[str, Remains], mine: Remains) -> str:
+    """Return the flavour of iptables that the node uses, as the kubelet shows it.
+
+    Nothing if kube-proxy has no rules in that: its image then brings another one.
+    """
     kubelet = found.get("kubelet")
     used = [b for b in kubelet.chains if kubelet.chain_names(b) & HINTS] if kubelet else []
-    return used[0] if len(used) == 1 else ""
+    return used[0] if len(used) == 1 and used[0] in mine.backends else ""
 
 
 def _idle(seen: Seen, mine: Remains, mode: str, *, used: str) -> Remains:

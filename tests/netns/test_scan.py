@@ -126,6 +126,13 @@ def test_a_table_that_kube_proxy_left_behind_is_no_sign_that_it_uses_it(netns: s
         assert only(netns)["where"]["backend"] == "iptables-nft"
 
 
+def test_a_living_kube_proxy_may_work_in_another_flavour_than_the_kubelet(netns: str) -> None:
+    load(netns, left.KUBELET, "nft")
+    load(netns, left.KUBE_PROXY, "legacy")
+    with proxying(netns, "iptables"):
+        assert "kube-proxy" not in kinds(netns)
+
+
 def test_the_kubelet_shows_in_which_flavour_a_living_kube_proxy_works(netns: str) -> None:
     for flavour in left.FLAVOURS:
         load(netns, left.KUBE_PROXY, flavour)
