@@ -21,9 +21,10 @@ from agent.kernel.sockets import KernelSocket
 from agent.model.decision import decide
 from agent.model.enrolment import Enrolment
 from agent.model.host import LocalMark
+from agent.model.native import NativeHook
 from agent.model.plan import plan
 from agent.model.pod import Namespace, Pod, Policy
-from agent.model.ruleset import Family
+from agent.model.ruleset import Chain, Family, Rule, Target
 from agent.model.settings import parse
 from agent.model.state import BaseChain, NamespaceState
 from tests.support.capturing import BACKENDS, EVERYTHING, TPROXY
@@ -365,6 +366,24 @@ def test_native_tables_of_others_are_named_and_said_to_be_left_out_of_the_walk()
     found = explain(facts(state=NamespaceState(base_chains=(chain,))))
     assert found.captured
     assert "inet istio-proxy-nat" in one(found, "not-walked").seen
+
+
+def test_native_tables_of_others_that_are_walked_are_not_said_to_be_left_out() -> None:
+    chain = BaseChain("inet", "istio-proxy-nat", "output", "nat", "output", -100, "accept", 1)
+    rules = {"output": Chain("output", "ACCEPT", (Rule((), Target("istio-output")),))}
+    rules["istio-output"] = Chain("istio-output", None, (Rule((), Target("RETURN")),) * 2)
+    hook = NativeHook(
+        family=Family.IPV4,
+        table="inet istio-proxy-nat",
+        entry="output",
+        kind="nat",
+        hook="output",
+        priority=-100,
+        chains=rules,
+    )
+    found = explain(facts(state=NamespaceState(base_chains=(chain,), native=(hook,))))
+    assert "not-walked" not in kinds(found)
+    assert [one.rules for one in found.loaded] == [3]
 
 
 def test_other_mesh_is_known_by_its_chains() -> None:

@@ -112,15 +112,21 @@ def _native(state: NamespaceState) -> Iterator[Loaded]:
         owner = owner_of_table(chain.family, chain.table)
         if owner is not None and owner.name != "intercept-agent" and owner.role in STEERING:
             found.setdefault(owner.name, []).append(chain)
+    hooks = {(hook.table, hook.entry): hook for hook in state.native}
     for name, chains in found.items():
         tables = sorted({f"{chain.family} {chain.table}" for chain in chains})
+        known = [hooks.get((f"{chain.family} {chain.table}", chain.name)) for chain in chains]
+        laid_out = {hook.table: hook.chains.values() for hook in known if hook is not None}
+        walked = None not in known
         yield Loaded(
             backend=NFTABLES,
             families=tuple(sorted({chain.family for chain in chains})),
-            rules=sum(chain.rules for chain in chains),
+            rules=sum(len(one.rules) for each in laid_out.values() for one in each)
+            if walked
+            else sum(chain.rules for chain in chains),
             owner=NATIVE.get(name, by_name(name).title),
             evidence=f"nftables tables {', '.join(tables)}",
-            walked=False,
+            walked=walked,
             ambient=name == "istio-ambient",
         )
 
