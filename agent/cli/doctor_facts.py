@@ -71,7 +71,7 @@ class _Reader:
             root=os.geteuid() == 0,
             capabilities=self._seen.part("capabilities", lambda: processes.capabilities("self"))
             or 0,
-            own_pid_namespace=_own_pid_namespace(),
+            own_pid_namespace=_own_pid_namespace(_runtime(self._known)),
             own_user_namespace=_own_user_namespace(),
             backends=backends,
             configured=self._known.backend,
@@ -233,9 +233,15 @@ def _runtime(known: Config) -> str:
     return next((path for path in paths if endpoint.unreachable(path) is None), "")
 
 
-def _own_pid_namespace() -> bool:
+def _own_pid_namespace(runtime: str) -> bool:
+    """Tell whether the node's processes are hidden from this one.
+
+    A node that is a container itself (kind) has a process namespace of its own, too: there the
+    runtime is among the processes that are seen.
+    """
     found = id_at("/proc/self/ns/pid")
-    return found is not None and found.ino != INITIAL_PIDNS_INODE
+    hidden = found is not None and found.ino != INITIAL_PIDNS_INODE
+    return hidden and not (runtime and endpoint.listener(runtime))
 
 
 def _own_user_namespace() -> bool:

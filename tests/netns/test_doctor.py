@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,32 @@ def test_user_without_privileges_is_told_what_could_not_be_seen() -> None:
     assert finding(document, "capabilities")["severity"] == "info"
     assert any("rules: cannot look into" in sentence for sentence in document["unseen"])
     assert document["auto"]["backend"]
+
+
+# Listens as a runtime does, in one process namespace with the command.
+BESIDE = """
+import socket, subprocess, sys
+with socket.socket(socket.AF_UNIX) as runtime:
+    runtime.bind(sys.argv[1])
+    runtime.listen()
+    sys.exit(subprocess.run(sys.argv[2:]).returncode)
+"""
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["seen", "hidden"])
+def test_node_that_is_a_container_itself_is_no_container_without_the_nodes_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """As kind's are: its process namespace is not the kernel's first, and the runtime is in it."""
+    path = tmp_path / "cri.sock"
+    monkeypatch.setenv("INTERCEPT_CRI_ENDPOINT", f"unix://{path}")
+    within: tuple[str, ...] = ("unshare", "--pid", "--fork", "--mount-proc")
+    with socket.socket(socket.AF_UNIX) as elsewhere:
+        if beside:
+            within += (sys.executable, "-c", BESIDE, str(path))
+        else:
+            elsewhere.bind(str(path))
+            elsewhere.listen()
+        done = cli_process("doctor", "-o", "json", within=within)
+    kinds = {found["kind"] for found in done.document["findings"]}
+    assert ("pid-namespace" in kinds) is not beside

@@ -129,6 +129,14 @@ def test_page_fits_one_screen_and_each_line_has_its_evidence() -> None:
     assert f"{INJECT}='true'" in text
 
 
+def test_guard_is_told_of_where_one_can_stand() -> None:
+    settings = parse({**EVERYTHING, "guard": "standing"})
+    rules, programs = captured(), NamespaceState(enrolment=Enrolment(settings=settings))
+    for state, stands in ((rules, True), (programs, False)):
+        shown = page.rows(explain(facts(settings=settings, state=state)))
+        assert any("standing guard" in line for _, line in shown) is stands
+
+
 def test_document_for_machines_has_the_keys_that_are_promised() -> None:
     document = page.to_json(explain(facts()))
     assert {

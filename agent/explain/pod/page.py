@@ -119,8 +119,8 @@ def _exempt(explanation: Explanation) -> Iterator[Row]:
             + (f" ({source})" if source else "")
         )
     yield "exempt", "; ".join(parts) or "nothing"
-    settings = explanation.facts.settings
-    if settings is not None and settings.guarded:
+    facts = explanation.facts
+    if facts.settings and facts.settings.guarded and not (facts.state and facts.state.enrolment):
         yield "", "nothing more: the standing guard drops what should be redirected and was not"
     dns = "captured" if explanation.captures_dns else "not captured"
     yield "", f"DNS {dns}; UDP other than DNS, ICMP and raw sockets are never captured"

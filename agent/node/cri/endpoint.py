@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import struct
 from pathlib import Path
 
 from agent.model.errors import InvalidSettings
@@ -17,6 +18,7 @@ USUAL = (
     "/run/cri-dockerd.sock",
     "/run/containerd/containerd.sock",
 )
+PEER = struct.Struct("3i")  # struct ucred: process, user, group
 MAX_PATH_BYTES = 107  # sun_path of struct sockaddr_un, with its final NUL
 
 
@@ -50,6 +52,18 @@ def parse(text: str) -> str:
         problem = f"cri.endpoint: {path} is longer than the {MAX_PATH_BYTES} bytes of a socket path"
         raise InvalidSettings((problem,))
     return path
+
+
+def listener(path: str) -> int:
+    """Return the process that listens at a socket; 0 if it cannot be seen from here, or is none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+            peer = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+        except OSError:
+            return 0
+    pid, _, _ = PEER.unpack(peer)
+    return int(pid)
 
 
 def unreachable(path: str) -> str | None:
