@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from agent.cli import holding, output
+from agent.cli.agent_client import AgentClient, AgentSays
 from agent.cli.cni_places import told, unfound, unread
 from agent.cli.holding import Held
 from agent.cni import installer
@@ -99,13 +100,24 @@ def run(arguments: argparse.Namespace) -> int:
     still: tuple[Held, ...] = ()
     if arguments.action == "uninstall":
         still, remarks = holding.held(arguments.config)
-        done = replace(done, warnings=(*done.warnings, *remarks))
+        done = replace(done, warnings=(*done.warnings, *_kept_by(found), *remarks))
     if arguments.output == "json":
         output.print_json(_to_json(arguments.action, place, done, still))
     else:
         _print(arguments.action, place, done)
         _print_holding(still)
     return 0 if done.in_sync else 1
+
+
+def _kept_by(found: Config) -> tuple[str, ...]:
+    """Tell of a running agent that puts back what is taken away."""
+    with contextlib.suppress(EnvironmentLacks, AgentSays), AgentClient(found.socket) as agent:
+        if agent.ask("status")["cni"]:
+            return (
+                "the agent that runs here keeps the plugin and puts it back: stop it, or take "
+                "cni.conf_dir out of its configuration, and uninstall again",
+            )
+    return ()
 
 
 def _act(arguments: argparse.Namespace, place: Place) -> Report:

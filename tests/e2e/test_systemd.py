@@ -28,6 +28,7 @@ static:
     settings: {{inbound_ports_include: "*", outbound_ip_ranges_include: "*"}}
 """
 CHAIN = '{"cniVersion": "1.0.0", "name": "n", "plugins": [{"type": "bridge"}]}'
+CONFIG_FILE = "/etc/intercept-agent/config.yaml"
 LONGEST_S = 60.0
 
 
@@ -37,7 +38,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     built()
     with made(tmp_path_factory.mktemp("host")) as found:
         run("make", "-s", "-C", str(ROOT), "install-units", f"DESTDIR={found.root}")
-        found.write("/etc/intercept-agent/config.yaml", CONFIG)
+        found.write(CONFIG_FILE, CONFIG)
         found.write("/etc/cni/net.d/10-x.conflist", CHAIN)
         found.write("/opt/cni/bin/bridge", "")
         found.write(f"/etc/systemd/system/{FRONT}.d/hasty.conf", "[Service]\nWatchdogSec=2\n")
@@ -113,13 +114,15 @@ def test_captures_outlive_restart_reload_and_stop(host: Host) -> None:
 
 def test_agent_is_taken_away_as_the_readme_says_and_its_plugin_stays_away(host: Host) -> None:
     before = rules(host)
+    told = host.run(AGENT, "cni", "uninstall", "-o", "json", "--config", CONFIG_FILE)
+    assert "the agent that runs here keeps the plugin" in json.loads(told)["warnings"][0]
     block = (ROOT / "README.md").read_text().partition("\nsystemctl disable --now ")
     stop, uninstall = (block[1] + block[2]).strip().splitlines()[:2]
     host.run(*shlex.split(stop))
     command, *words = shlex.split(uninstall, comments=True)
     said = host.run(f"{BIN}/{command}", *words)
-    assert "removed /opt/cni/bin/intercept-cni" in said
     assert POD in said  # which still holds a capture
+    assert host.run("ls", "/opt/cni/bin").split() == ["bridge"]
     assert host.run("cat", "/etc/cni/net.d/10-x.conflist") == CHAIN
     for unit in (FRONT, "intercept-agent.socket"):
         assert host.show(unit, "ActiveState") == "inactive"
