@@ -186,7 +186,8 @@ def _blackhole(
         if (served := _served(found, closed)) is not None:
             what = f"New connections by {NAMES[closed[0].families[0]]} are sent to {ports}, where "
             what += f"the proxy listens for {NAMES[served]} alone, and are refused. "
-            why = "The pod has addresses of both families, and its mesh is not made for both."
+            why = "The pod has addresses of both families, and its mesh is not made for both: "
+            why += "Istio's istiod and proxies are told so by ISTIO_DUAL_STACK."
         return Finding(
             kind=Kind.BLACKHOLE,
             severity=Severity.WARNING,

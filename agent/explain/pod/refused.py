@@ -29,7 +29,7 @@ def found(
             severity=Severity.WARNING,
             seen=f"new connections ({ways}) by {NAMES[lost[0].family]} {sent}",
             means=f"the proxy listens for {NAMES[served]} alone: the pod has addresses of both "
-            "families, and its mesh is not made for both",
+            "families, and its mesh is not made for both (Istio: ISTIO_DUAL_STACK)",
         )
         return
     fix = f"intercept-agent remove --netns {facts.target}"
