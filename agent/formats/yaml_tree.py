@@ -8,6 +8,7 @@ A file is cut at its `---` lines first, so that a mistake in one document hides 
 """
 
 import bisect
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -110,8 +111,31 @@ def pieces(text: str) -> Iterator[tuple[str, int]]:
             found += 1
             if found > MAX_DOCUMENTS:
                 raise YamlError(f"more than {MAX_DOCUMENTS} documents", line + 1)
-            yield text[begin:end], line
+            before = line
+            for one in _objects(text[begin:end]):
+                yield one, before
+                before += one.count("\n")
         line += text.count("\n", begin, end)
+
+
+def _objects(text: str) -> Iterator[str]:
+    """Yield the JSON objects of a text in which nothing but blanks stands between them.
+
+    So do tools write several; to YAML it is one document that is broken. Other text stays whole.
+    """
+    found, start = [], 0
+    while text[start:].lstrip().startswith("{"):
+        blanks = len(text) - start - len(text[start:].lstrip())
+        try:
+            end = json.JSONDecoder().raw_decode(text, start + blanks)[1]
+        except (ValueError, RecursionError):
+            break
+        found.append(text[start:end])
+        start = end
+    if found and not text[start:].strip():
+        yield from found
+    else:
+        yield text
 
 
 def read(text: str, lines_before: int = 0, *, tags: bool = True) -> Node | None:

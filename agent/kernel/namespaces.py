@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.kernel import node
-from agent.kernel.netns import INITIAL_PIDNS_INODE, RUN_NETNS, Netns, NetnsId, id_at
+from agent.kernel.netns import INITIAL_PIDNS_INODE, RUN_NETNS, Netns, NetnsId, id_at, own_id
 from agent.model.errors import NamespaceRefused
 
 FOLDERS = (RUN_NETNS, Path("/run/docker/netns"))
@@ -52,9 +52,13 @@ class Place:
 
 
 def processes() -> tuple[Process, ...]:
-    """Return every process that can be seen from here, without those that have ended (zombies)."""
+    """Return every process that can be seen from here, without those that have ended (zombies).
+
+    Raises: EnvironmentLacks where nothing shows processes.
+    """
     import psutil
 
+    own_id()  # psutil does not say that there is no /proc
     found = []
     for each in psutil.process_iter(["name", "cmdline", "status"]):
         if each.info["status"] == psutil.STATUS_ZOMBIE:

@@ -41,9 +41,13 @@ def validate(
     problems: list[Problem] = []
     order: dict[str, int] = {}
     found: list[Manifest] = []
+    written = False
     for file, data in files:
         order.setdefault(file, len(order))
         found += manifests(file, data, problems)
+        written = written or bool(data.strip())
+    if order and not written:
+        problems.append(_nothing(next(iter(order))))
     known = dict(_namespaces(found))
     verdicts = []
     for manifest in found:
@@ -52,6 +56,17 @@ def validate(
         problems += own.problems
     ordered = sorted(dict.fromkeys(problems), key=lambda one: (order[one.file], one.line))
     return Report(tuple(verdicts), tuple(ordered))
+
+
+def _nothing(file: str) -> Problem:
+    """Return the warning about input that is empty: what should have made it failed, mostly."""
+    return Problem(
+        severity=Severity.WARNING,
+        file=file,
+        line=1,
+        path="",
+        message="there is nothing here: no document was judged",
+    )
 
 
 def _namespaces(found: Sequence[Manifest]) -> Iterator[tuple[str, Mapping[str, str]]]:

@@ -13,6 +13,7 @@ import pytest
 
 from agent.kernel import files
 from tests.support.capturing import command
+from tests.support.conformance import cli_process
 from tests.support.netns import path_of
 
 ROOTED = """
@@ -111,3 +112,11 @@ def test_backup_without_an_end_is_refused(netns: str) -> None:
     code, _, err = command("clean", "--netns", netns, "--restore", "/dev/zero", "--yes")
     assert code == 2
     assert "/dev/zero is no backup" in err
+
+
+@pytest.mark.parametrize("words", [("scan", "--host"), ("clean", "--host", "--dry-run")])
+def test_lack_of_proc_is_told_in_one_sentence(words: tuple[str, ...]) -> None:
+    hide = 'mount -t tmpfs none /proc && exec "$@"'
+    done = cli_process(*words, within=("unshare", "--mount", "sh", "-c", hide, "sh"))
+    assert (done.code, done.stdout, done.stderr.count("\n")) == (3, "", 1)
+    assert done.stderr.startswith("error: /proc is not mounted here; mount it")

@@ -901,3 +901,21 @@ def test_ambient_pods_are_judged_as_such_where_they_are_captured() -> None:
             "15 characters, a letter first, then letters, digits, '_', '.' or '-'",
         ),
     ]
+
+
+def test_json_objects_that_follow_one_another_are_documents_each() -> None:
+    one = '{\n "kind": "Pod",\n "metadata": {"name": "%s"},\n "spec": {"containers": []}\n}'
+    report = linted(f"{one % 'a'}\n{one % 'b'}{one % 'c'}\n---\n{one % 'd'}\n")
+    assert [(found.name, found.line) for found in report.documents] == [
+        *(("a", 1), ("b", 6), ("c", 10), ("d", 16)),
+    ]
+    assert [problem.severity for problem in linted(f"{one % 'a'} x").problems] == ["error"]
+
+
+@pytest.mark.parametrize("text", ["", " \n\n"])
+def test_input_that_is_empty_is_warned_of(text: str) -> None:
+    """As when what should have made it has failed: `helm template . | ... validate -f -`."""
+    problem = only(linted(text))
+    assert (problem.severity, problem.line) == (Severity.WARNING, 1)
+    assert "no document was judged" in problem.message
+    assert validate([("empty.yaml", text.encode()), ("a.yaml", b"a: b")]).problems == ()
