@@ -29,7 +29,7 @@ from agent.flows.spaces import Spaces
 from agent.flows.watching import Told, Watch
 from agent.kernel import netns
 from agent.model.errors import AgentError, EnvironmentLacks, InvalidSettings
-from agent.model.values import MAX_ID, MAX_PORT
+from agent.model.values import MAX_ID, MAX_PORT, shown, within
 from agent.node import config
 
 EXAMPLES = """examples:
@@ -149,10 +149,10 @@ def _numbers(
         return ()
     found = []
     for word in words:
-        if word.isascii() and word.isdigit() and low <= int(word) <= high:
-            found.append(int(word))
+        if (number := within(word, low, high)) is not None:
+            found.append(number)
         else:
-            problems.append(f"{option} {word!r} is not a number from {low} to {high}")
+            problems.append(f"{option} {shown(word)} is not a number from {low} to {high}")
     return tuple(dict.fromkeys(found))
 
 

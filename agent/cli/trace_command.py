@@ -2,6 +2,7 @@
 
 import argparse
 import ipaddress
+import re
 
 from agent.backends.session import reading
 from agent.capture.observe import observe
@@ -13,7 +14,7 @@ from agent.kernel.topology import read_host
 from agent.model.errors import InvalidSettings
 from agent.model.host import loopback
 from agent.model.packet import Address, Packet
-from agent.model.values import MAX_ID, MAX_PORT
+from agent.model.values import MAX_ID, MAX_PORT, shown, within
 
 EXAMPLES = """examples:
   intercept-agent trace --netns web --uid 1000 --to 10.0.0.9:5432
@@ -109,11 +110,11 @@ def packet_of(arguments: argparse.Namespace) -> Packet:
 
 
 def _mark(text: str, problems: list[str]) -> int:
-    digits = "0123456789abcdef" if text.startswith("0x") else "0123456789"
-    number = text.lower().removeprefix("0x")
-    if number and set(number) <= set(digits) and int(number, len(digits)) < 2**32:
-        return int(number, len(digits))
-    problems.append(f"--mark {text!r} is not a number from 0 to {2**32 - 1}, or 0x and one")
+    if re.fullmatch(r"0x[0-9a-fA-F]{1,8}", text):
+        return int(text, 16)
+    if (number := within(text, 0, 2**32 - 1)) is not None:
+        return number
+    problems.append(f"--mark {shown(text)} is not a number from 0 to {2**32 - 1}, or 0x and one")
     return 0
 
 
@@ -147,7 +148,7 @@ def _identity(option: str, text: str, problems: list[str]) -> int:
 
 
 def _number(option: str, text: str, low: int, high: int, problems: list[str]) -> int:
-    if text.isascii() and text.isdigit() and low <= int(text) <= high:
-        return int(text)
-    problems.append(f"{option} {text!r} is not a number from {low} to {high}")
+    if (number := within(text, low, high)) is not None:
+        return number
+    problems.append(f"{option} {shown(text)} is not a number from {low} to {high}")
     return 0

@@ -165,6 +165,14 @@ def _number(value: object, low: int, high: int, what: str) -> int:
     return int(digits)
 
 
+def within(text: str, low: int, high: int) -> int | None:
+    """Return a decimal number, None for what is none or out of range (Python refuses long ones)."""
+    digits = text.lstrip("0") or "0"
+    if not re.fullmatch(r"[0-9]+", text) or len(digits) > len(str(high)):
+        return None
+    return int(digits) if low <= int(digits) <= high else None
+
+
 def port(value: object) -> int:
     return _number(value, 1, MAX_PORT, "a port")
 

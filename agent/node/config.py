@@ -11,7 +11,17 @@ from agent.model.errors import InvalidSettings
 from agent.model.pod import Policy, namespace_list
 from agent.model.settings import parse
 from agent.model.state import BACKENDS, EBPF
-from agent.model.values import AMBIENT, GATES, GUARDS, MAX_PORT, SIDECAR, BadValue, boolean
+from agent.model.values import (
+    AMBIENT,
+    GATES,
+    GUARDS,
+    MAX_PORT,
+    SIDECAR,
+    BadValue,
+    boolean,
+    shown,
+    within,
+)
 from agent.model.values import MODES as CAPTURES
 
 RUN_DIR = Path("/run/intercept-agent")
@@ -277,12 +287,13 @@ class _Reader:
         section = self._section(key)
         address = self._text(section, "address") or default.address
         port = section.get("port", default.port)
-        digits = str(port)
-        good = not isinstance(port, bool) and digits.isascii() and digits.isdigit()
-        if not good or int(digits) > MAX_PORT:
-            self.problems.append(f"{key}.port: {port!r} is not a port from 0 (off) to {MAX_PORT}")
+        number = None if isinstance(port, bool) else within(str(port), 0, MAX_PORT)
+        if number is None:
+            self.problems.append(
+                f"{key}.port: {shown(port)} is not a port from 0 (off) to {MAX_PORT}"
+            )
             return default
-        return Listen(address=address, port=int(digits))
+        return Listen(address=address, port=number)
 
     def _names(self, key: str, default: tuple[str, ...]) -> tuple[str, ...]:
         value = self._raw.get(key, list(default)) or []

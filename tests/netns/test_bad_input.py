@@ -247,3 +247,20 @@ def test_unknown_command_is_refused_and_said_where_the_known_are() -> None:
 
 def test_bad_input_comes_before_a_bad_namespace() -> None:
     assert_refused(cli("apply", "--netns", "it-no-such", "-b", "70000"), "inbound_ports_include")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("trace", "--netns", "it-no-such", "--to", to) for to in ("10.0.0.1:{}", "[::1]:{}")),
+        *(
+            ("trace", "--netns", "it-no-such", "--to", "10.0.0.1:80", option, "{}")
+            for option in ("--uid", "--gid", "--mark")
+        ),
+        *(("flows", option, "{}") for option in ("--uid", "--port", "--count")),
+    ],
+)
+def test_number_of_thousands_of_digits_is_out_of_range(words: tuple[str, ...]) -> None:
+    done = cli(*(word.format("9" * 5000) for word in words))
+    assert_refused(done, "is not a number from")
+    assert len(done.stderr) < 300
