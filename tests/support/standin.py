@@ -15,10 +15,11 @@ job = json.loads(sys.argv[1])
 with open("/proc/self/comm", "w") as comm:
     comm.write(job["name"])
 libc = ctypes.CDLL(None)
-libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
+libc.prctl(8, job["transparent"], 0, 0, 0)  # PR_SET_KEEPCAPS
 os.setgroups([]); os.setgid(job["gid"]); os.setuid(job["uid"])
-rights = 1 << 12 if job["transparent"] else 0  # CAP_NET_ADMIN
-libc.capset(struct.pack("=II", 0x20080522, 0), struct.pack("=6I", rights, rights, 0, 0, 0, 0))
+if job["transparent"]:
+    one = struct.pack("=6I", 1 << 12, 1 << 12, 0, 0, 0, 0)  # CAP_NET_ADMIN
+    libc.capset(struct.pack("=II", 0x20080522, 0), one)
 class Server(socketserver.ThreadingTCPServer):
     address_family, allow_reuse_address, daemon_threads = socket.AF_INET6, True, True
     def server_bind(self):
