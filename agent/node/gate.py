@@ -56,10 +56,12 @@ class Gate:
             if not cgroups == self._loaded == self._asked[1]:  # else that is in the way of the next
                 self._wake()
 
-    def refuse(self) -> bool:
-        """Let nobody pass of those of whom it was told last; tell whether there were any."""
-        had, self._passing = self._passing, ()
-        return bool(had)
+    def refuse(self) -> tuple[str, ...]:
+        """Let nobody pass of those whom `settings` named last, and return them."""
+        asked = self._asked[1]
+        if self._passing == asked:  # else others are to pass by now, or nobody is
+            self._passing = ()
+        return asked
 
     def settings(self, wished: str) -> Mapping[str, object]:
         """Return what to ask for where this gate is wished."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from agent.kernel import cgroups
 from agent.model.errors import AgentError, ConnectionsAtRisk
 from agent.node.events import Events
 from agent.node.feed import Change
@@ -333,10 +334,11 @@ class Reconciler:
         try:
             done = await self._job(pod, wish, "apply", careful=careful)
         except AgentError as error:
-            if isinstance(error, WorkerGone) or not pod.gate.refuse():
+            if isinstance(error, WorkerGone) or not (asked := pod.gate.refuse()):
                 raise
-            waits = f"its init containers wait for the proxy (gate: listener): {error}"
-            self._events.add("gate-refused", wish.label, waits)
+            if any(cgroups.identity(one) is not None for one in asked):  # else they ended meanwhile
+                waits = f"its init containers wait for the proxy (gate: listener): {error}"
+                self._events.add("gate-refused", wish.label, waits)
             done = await self._job(pod, wish, "apply", careful=careful)
         pod.gate.loaded()
         return done

@@ -193,14 +193,19 @@ def test_nobody_is_let_pass_again_once_the_proxy_listened() -> None:
 def test_those_of_whom_it_cannot_be_loaded_wait_until_there_are_others() -> None:
     scene = Scene()
     scene.gate.let_pass((A,))
-    assert scene.gate.refuse()
-    assert not scene.gate.refuse()
+    scene.gate.settings(LISTENER)
+    assert scene.gate.refuse() == (A,)
+    assert scene.gate.settings(LISTENER)["init_cgroups"] == ()
+    assert scene.gate.refuse() == ()
     woken = scene.woken
     scene.gate.let_pass((A,))
     assert scene.woken == woken
     assert scene.gate.settings(LISTENER)["init_cgroups"] == ()
     scene.gate.let_pass((A, B))
     assert scene.gate.settings(LISTENER)["init_cgroups"] == (A, B)
+    scene.gate.let_pass((B,))  # while that could not be loaded
+    assert scene.gate.refuse() == (A, B)
+    assert scene.gate.settings(LISTENER)["init_cgroups"] == (B,)
 
 
 # --- which containers -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,13 @@ class FakeJobs:
         self.faults: list[JobFailed | WorkerGone] = []
         self.backends: list[object] = []
         self.only: str | None = None  # the backend by which it is captured; None: by any
+        # What happens while a namespace is written in which somebody passes; that fails then.
+        self.meanwhile: Callable[[], None] | None = None
         self.go_on = asyncio.Event()
         self.go_on.set()
+
+    def has_done(self, job: str, times: int) -> bool:
+        return self.done.count(job) >= times
 
     async def job(
         self, job: str, netns_fd: int, *pipe: int, deadline_s: float = 1.0, **request: object
@@ -63,6 +69,9 @@ class FakeJobs:
         self.backends.append(request["backend"])
         if self.faults:
             raise self.faults.pop(0)
+        if job == "apply" and self.meanwhile and request["settings"]["init_cgroups"]:  # type: ignore[index]
+            self.meanwhile()
+            raise JobFailed("KernelRejected", "it reads back differently", 4)
         if job == "check":
             in_sync = self.captured and self.only in (None, request["backend"])
             lines = [] if in_sync else ["+ nat: -A OUTPUT -j ISTIO_OUTPUT"]
@@ -545,3 +554,21 @@ def test_other_settings_are_no_drift() -> None:
         scene.reconciler.want(pod.wish)
 
     assert set(play(part).kinds()) == {"captured"}
+
+
+def test_init_container_that_ends_while_it_is_let_pass_is_no_failure() -> None:
+    """A rule that names its cgroup reads back without the name then."""
+
+    async def part(scene: Scene) -> None:
+        scene.reconciler.configure(mode="repair", backend="auto", guard=None, gate="listener")
+        pod = scene.reconciler.want(WISH)
+        await scene.until(lambda: pod.enrolled)
+        for told in (("/it-gone/1",), ()):  # the runtime tells of the end later, or at once
+            enough = scene.jobs.done.count("apply") + 2
+            scene.jobs.meanwhile = partial(scene.reconciler.let_pass, "s1", told)
+            scene.reconciler.let_pass("s1", ("/it-gone/1",))
+            await scene.until(partial(scene.jobs.has_done, "apply", enough))
+            await scene.until(lambda: pod.state == "in-sync")
+            scene.reconciler.let_pass("s1", ())
+
+    assert play(part).kinds() == ["captured"]
