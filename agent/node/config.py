@@ -8,7 +8,7 @@ from typing import Any
 
 from agent.formats import documents
 from agent.model.errors import InvalidSettings
-from agent.model.pod import Policy, namespace_list
+from agent.model.pod import Policy, namespace_list, parsable
 from agent.model.settings import parse
 from agent.model.state import BACKENDS, EBPF
 from agent.model.values import (
@@ -87,6 +87,7 @@ class Config:
     exclude_namespaces: tuple[str, ...] = Policy().exclude_namespaces
     static: tuple[StaticPod, ...] = field(default=())
     capture: str = SIDECAR
+    sidecar: Mapping[str, object] = field(default_factory=dict)
     ambient: Mapping[str, object] = field(default_factory=lambda: {"redirect_dns": True})
 
     def policy(self, own_namespace: str = "") -> Policy:
@@ -95,6 +96,7 @@ class Config:
             exclude_namespaces=self.exclude_namespaces,
             own_namespace=own_namespace,
             mode="ambient" if self.capture == AMBIENT else "sidecar",
+            defaults=self.sidecar,
             ambient=self.ambient,
         )
 
@@ -106,6 +108,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "backend": (),
     "mode": (),
     "capture": (),
+    "sidecar": ("enable_ipv6",),
     "ambient": ("redirect_dns", "enable_ipv6", "host_probe_snat_ip", "host_probe_snat_ipv6"),
     "gate": (),
     "guard": (),
@@ -118,8 +121,6 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "static": (),
 }
 PREFIX = "INTERCEPT_"
-# Settings that may be automatic, or name both families at once: the namespace decides.
-FOUND_OUT_LATER = ("enable_ipv6", "dns_servers")
 
 
 def load(path: str | None, environment: Mapping[str, str] | None = None) -> Config:
@@ -180,7 +181,8 @@ class _Reader:
                 self.problems.append(f"{key}: no such key{hint}")
         fresh = Config()
         capture = self._choice("capture", CAPTURES, fresh.capture)
-        ambient = self._ambient(fresh.ambient)
+        sidecar = self._common(SIDECAR, fresh.sidecar)
+        ambient = self._common(AMBIENT, fresh.ambient)
         mode = self._choice("mode", MODES, fresh.mode)
         cni = self._section("cni")
         return Config(
@@ -201,18 +203,19 @@ class _Reader:
             exclude_namespaces=self._names("exclude_namespaces", fresh.exclude_namespaces),
             static=self._static({"mode": capture, **ambient} if capture == AMBIENT else {}),
             capture=capture,
+            sidecar=sidecar,
             ambient=ambient,
         )
 
-    def _ambient(self, default: Mapping[str, object]) -> Mapping[str, object]:
-        """Return what all ambient pods of the node have in common, as raw settings."""
-        found = {**default, **self._section("ambient")}
-        self._parse("ambient", {"mode": AMBIENT, **found})
+    def _common(self, mode: str, default: Mapping[str, object]) -> Mapping[str, object]:
+        """Return what all pods of a mode have in common on this node, as raw settings."""
+        found = {**default, **self._section(mode)}
+        self._parse(mode, {"mode": mode, **found})
         return found
 
     def _parse(self, where: str, raw: Mapping[str, object]) -> None:
         try:
-            parse({key: value for key, value in raw.items() if key not in FOUND_OUT_LATER})
+            parse(parsable(raw))
         except InvalidSettings as error:
             self.problems += (f"{where}: {problem}" for problem in error.problems)
 

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from agent.model.decision import decide
 from agent.model.errors import InvalidSettings
+from agent.model.pod import Container, Namespace, Pod
 from agent.node.config import Config, Kubernetes, Listen, load
 
 
@@ -125,6 +127,20 @@ def test_ambient_pods_have_the_settings_of_the_node_and_static_ones_their_own_to
     assert db == {"mode": "sidecar", "inbound_ports_include": "5432"}
 
 
+def test_pods_with_a_sidecar_have_what_the_node_says_of_them(tmp_path: Path) -> None:
+    found = load(written(tmp_path, "sidecar: {enable_ipv6: false}"), {})
+    injected = Pod(
+        name="web",
+        namespace="shop",
+        annotations={"sidecar.istio.io/status": "{}"},
+        labels={},
+        containers=(Container(name="app"), Container(name="istio-proxy")),
+    )
+    decision = decide(injected, Namespace(name="shop", labels={}), found.policy())
+    assert decision.settings is not None
+    assert decision.settings["enable_ipv6"] is False
+
+
 def test_mistake_is_told_with_the_file_or_the_variable_that_it_stands_in(tmp_path: Path) -> None:
     path = written(tmp_path, "gaurd: off\nmode: alert\nhealth: {port: x}\nstatus: {port: y}")
     with pytest.raises(InvalidSettings) as refused:
@@ -144,6 +160,8 @@ def test_mistake_is_told_with_the_file_or_the_variable_that_it_stands_in(tmp_pat
         ("capture: ambiant", "capture: 'ambiant' is none of sidecar, ambient"),
         ("ambient: {redirect_dns: maybe}", "ambient: redirect_dns: 'maybe' is neither true nor"),
         ("ambient: {dns: true}", "ambient.dns: no such key"),
+        ("ambient: {enable_ipv6: maybe}", "ambient: enable_ipv6: 'maybe' is neither"),
+        ("sidecar: {enable_ipv6: maybe}", "sidecar: enable_ipv6: 'maybe' is neither"),
         (
             "{capture: ambient, static: [{name: a, netns: a, settings: {proxy_port: 1}}]}",
             r"static\[0\].settings: proxy_port: an ambient capture has no choice of it",
