@@ -1,7 +1,7 @@
 """Tests of a real API server, and only where KUBE_APISERVER names it (see `make test-apiserver`).
 
 What is asked of it here is what the fake one cannot answer for: what a server does by itself.
-Some of it takes the kubectl and the controllers that were built with it: a server alone is asked
+Some of it takes the etcd, kubectl and controllers that were built with it: a server alone is asked
 less.
 """
 
@@ -21,8 +21,8 @@ from tests.fakes.fake_api import NODE
 from tests.support import real_api
 from tests.support.real_api import VARIABLE, RealApi, ask
 
-BUILT_WITH_IT = ("kubectl", "kube-controller-manager")
-WITH_THESE = ["test_manifests.py", "test_writing.py"]
+BUILT_WITH_IT = ("etcd", "kubectl", "kube-controller-manager")
+WITH_THESE = ["test_bookmarks.py", "test_manifests.py", "test_writing.py"]
 
 
 def _left_out() -> list[str]:

@@ -162,26 +162,6 @@ def test_server_that_comes_back_with_another_etcd_is_listed_anew(tmp_path: Path)
         asyncio.run(test(api))
 
 
-def test_bookmarks_keep_the_version_fresh(
-    api: RealApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server sends one shortly before a watch is over, if nothing else has happened."""
-    monkeypatch.setattr(reflector, "WATCH_S", 8.0)
-
-    async def test() -> None:
-        async with hearing(access(api), tmp_path) as heard:
-            await until(lambda: heard.source.connected)
-            (_, pods) = heard.source._reflectors
-            before, known = pods._version, len(lists(api))
-            make(api.admin, "other", node="another")
-            await until(lambda: pods._version != before, patience_s=LONG_S)
-            make(api.admin, "one")
-            await until(lambda: heard.names() == {"one"})
-            assert len(lists(api)) == known
-
-    asyncio.run(test())
-
-
 @pytest.fixture
 def mounted(api: RealApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A pod's own account, as the kubelet mounts it."""
