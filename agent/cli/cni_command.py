@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agent.cli import holding, output
 from agent.cli.agent_client import AgentClient, AgentSays
-from agent.cli.cni_places import told, unfound, unread
+from agent.cli.cni_places import told, unfound, unread, usual
 from agent.cli.holding import Held
 from agent.cni import installer
 from agent.cni.folder import Busy, Changed
@@ -144,8 +144,7 @@ def _place(arguments: argparse.Namespace, found: Config, places: "CniPlaces | No
     Where none says it, the runtime does.
     """
     program = arguments.program or found.cni_program
-    conf_dir = places.conf_dir if places else installer.CONF_DIR
-    bin_dir = places.bin_dirs[0] if places else installer.BIN_DIR
+    conf_dir, bin_dir = usual(places)
     return Place(
         conf_dir=arguments.conf_dir or str(found.cni_conf_dir or conf_dir),
         bin_dir=arguments.bin_dir or str(found.cni_bin_dir or bin_dir),

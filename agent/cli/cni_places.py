@@ -10,7 +10,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from agent.cni.installer import Place
+from agent.cni.installer import BIN_DIR, CONF_DIR, Place
 from agent.kernel.netns import id_at
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ async def told(endpoint: str | None) -> "CniPlaces | None":
         async with asyncio.timeout(PATIENCE_S), CriClient(endpoint) as client:
             return await client.cni_places()
     return None
+
+
+def usual(places: "CniPlaces | None") -> tuple[str, str]:
+    """Return the directories of configurations and plugins where nobody names others."""
+    return (places.conf_dir, places.bin_dirs[0]) if places else (CONF_DIR, BIN_DIR)
 
 
 def unread(place: Place, places: "CniPlaces | None") -> str:

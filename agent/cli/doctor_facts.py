@@ -16,7 +16,7 @@ from agent.backends.session import reading
 from agent.capture import record
 from agent.capture.observe import observe
 from agent.cli.agent_client import AgentClient
-from agent.cli.cni_places import told, unfound, unread
+from agent.cli.cni_places import told, unfound, unread, usual
 from agent.cli.seeing import Seen
 from agent.cni import installer
 from agent.cni.installer import Place
@@ -37,7 +37,6 @@ TOOLS = (
     *("nft", "conntrack"),
 )
 KUBELET_CHAINS = ("KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY")
-DEFAULT = (installer.CONF_DIR, installer.BIN_DIR)
 WHOLE_USER_MAP = "0 0 4294967295"
 FREE_BYTES = 1 << 20
 _BPFFS = "/sys/fs/bpf"
@@ -129,9 +128,9 @@ class _Reader:
 
     def _cni(self) -> Cni:
         places = asyncio.run(told(self._known.cri_endpoint))
-        default = (places.conf_dir, places.bin_dirs[0]) if places else DEFAULT
-        conf = str(self._known.cni_conf_dir or default[0])
-        bins = str(self._known.cni_bin_dir or default[1])
+        conf_dir, bin_dir = usual(places)
+        conf = str(self._known.cni_conf_dir or conf_dir)
+        bins = str(self._known.cni_bin_dir or bin_dir)
         program = str(self._known.cni_program) if self._known.cni_program else None
         # An entry is right with either policy: which one it is, is the installer's choice.
         entries = (Entry(socket=str(self._known.socket), failure_policy=one) for one in POLICIES)

@@ -70,13 +70,13 @@ def gather(arguments: argparse.Namespace) -> tuple[tuple[Subject, ...], Node, tu
 
     Raises: NamespaceRefused for a target that is none.
     """
+    known = configuration(arguments.config, arguments.socket)
     running = namespaces.processes()
-    pods, remarks = _pods(arguments)
+    pods, remarks = _pods(known)
     found: dict[NetnsId, Subject] = {}
     if arguments.host:
         found |= _keyed([Subject(place=_own_place(), host=True)])
     if arguments.netns:
-        known = configuration(arguments.config, arguments.socket)
         found |= _keyed(_named(arguments.netns, known))
     elif not arguments.host or arguments.all:
         paths = [path for path, _ in pods]
@@ -123,9 +123,8 @@ Told = tuple[str, PodFact]
 """The path of a pod's namespace, and what is known of the pod."""
 
 
-def _pods(arguments: argparse.Namespace) -> tuple[list[Told], tuple[str, ...]]:
+def _pods(known: Config) -> tuple[list[Told], tuple[str, ...]]:
     """Ask the running agent, or else the runtime; without either, labels are not known."""
-    known = configuration(arguments.config, arguments.socket)
     try:
         with AgentClient(known.socket) as agent:
             return list(_told(agent.ask("pods"))), ()

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import permutations
 
 from agent.formats.iptables_save import render_rule
 from agent.leftovers.finding import Finding, Kind, Severity, Takes, Where
@@ -16,8 +15,6 @@ from agent.model import catalogue
 from agent.model.owner import Role
 from agent.model.ruleset import Family, Ruleset
 from agent.model.state import EBPF, GUARD, NFTABLES
-
-NAMES = {Family.IPV4: "IPv4", Family.IPV6: "IPv6", None: "any family"}
 
 __all__ = ["find", "lone_guard", "lone_sets", "on_host", "on_pod"]
 
@@ -144,8 +141,8 @@ def unanswered(found: Found) -> list[Closed]:
 def _served(found: Found, closed: list[Closed]) -> Family | None:
     """Return the family for which alone somebody listens on all of these ports, if it is so."""
     lost = {family for one in closed for family in one.families}
-    for family, other in permutations((Family.IPV4, Family.IPV6)):
-        if lost == {other} and all(_listens(found, one.goal, family) for one in closed):
+    for family in Family:
+        if lost == {family.other} and all(_listens(found, one.goal, family) for one in closed):
             return family
     return None
 
@@ -184,8 +181,8 @@ def _blackhole(
             "yet, or has ended."
         )
         if (served := _served(found, closed)) is not None:
-            what = f"New connections by {NAMES[closed[0].families[0]]} are sent to {ports}, where "
-            what += f"the proxy listens for {NAMES[served]} alone, and are refused. "
+            what = f"New connections by {served.other.label} are sent to {ports}, where "
+            what += f"the proxy listens for {served.label} alone, and are refused. "
             why = "The pod has addresses of both families, and its mesh is not made for both: "
             why += "Istio's istiod and proxies are told so by ISTIO_DUAL_STACK."
         return Finding(

@@ -24,6 +24,15 @@ class Family(StrEnum):
     def version(self) -> int:
         return 4 if self is Family.IPV4 else 6
 
+    @property
+    def label(self) -> str:
+        """What people call it."""
+        return f"IPv{self.version}"
+
+    @property
+    def other(self) -> "Family":
+        return Family.IPV6 if self is Family.IPV4 else Family.IPV4
+
 
 # Built-in chains of each iptables table in the order in which iptables-save prints them.
 BUILTIN_CHAINS: Mapping[str, tuple[str, ...]] = {

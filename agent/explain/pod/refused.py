@@ -8,8 +8,6 @@ from agent.explain.pod.facts import Facts
 from agent.explain.pod.flows import Fate, Flow
 from agent.model.ruleset import Family
 
-NAMES = {Family.IPV4.value: "IPv4", Family.IPV6.value: "IPv6"}
-
 
 def found(
     facts: Facts, flows: tuple[Flow, ...], should_be: bool | None, reason: str
@@ -23,12 +21,12 @@ def found(
     ways = ", ".join(dict.fromkeys(flow.direction for flow in lost))
     sent = f"are sent to {ports}, {where}"
     served = _served(flows, lost)
-    if served and should_be is not False:
+    if served is not None and should_be is not False:
         yield Finding(
             kind="blackhole",
             severity=Severity.WARNING,
-            seen=f"new connections ({ways}) by {NAMES[lost[0].family]} {sent}",
-            means=f"the proxy listens for {NAMES[served]} alone: the pod has addresses of both "
+            seen=f"new connections ({ways}) by {served.other.label} {sent}",
+            means=f"the proxy listens for {served.label} alone: the pod has addresses of both "
             "families, and its mesh is not made for both (Istio: ISTIO_DUAL_STACK)",
         )
         return
@@ -48,11 +46,11 @@ def found(
     )
 
 
-def _served(flows: tuple[Flow, ...], lost: list[Flow]) -> str:
-    """Return the family in which the proxy takes all that it loses in the other, or nothing."""
+def _served(flows: tuple[Flow, ...], lost: list[Flow]) -> Family | None:
+    """Return the family in which the proxy takes all that it loses in the other, if it is so."""
     families = {flow.family for flow in lost}
     taken = {(flow.direction, flow.family) for flow in flows if flow.fate is Fate.PROXIED}
-    for served in NAMES.keys() - families:
-        if all((flow.direction, served) in taken for flow in lost):
+    for served in Family:
+        if families == {served.other} and all((flow.direction, served) in taken for flow in lost):
             return served
-    return ""
+    return None

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from agent.explain.pod.ways import Stop, Way
+from agent.model.ruleset import Family
 from agent.observe.page.html import Content, Html, tag
 
 WIDTH, MARGIN, PAD, GAP = 320, 2, 10, 26
@@ -17,7 +18,7 @@ DIRECTIONS = {
     "dns": "DNS queries",
     "proxy": "The proxy's own traffic",
 }
-FAMILIES = {"ipv4": "IPv4", "ipv6": "IPv6"}
+FAMILIES = {family.value: family.label for family in Family}
 
 
 @dataclass(frozen=True, slots=True)
