@@ -32,9 +32,8 @@ from agent.node.static_source import identity_of
 log = logging.getLogger(__name__)
 
 PLUGIN = "cni"
-ENDED = (
-    1024  # sandboxes that are remembered: a runtime lists one for seconds after its network ended
-)
+# Sandboxes that are remembered: a runtime lists one for seconds after its network ended.
+ENDED = 1024
 
 
 @dataclass(frozen=True, slots=True)
